@@ -1,0 +1,260 @@
+//! The eight exported functions: guard, parse, call. Here is what all of them share.
+//!
+//! Shapes: T = tokens of this rank in this step (0 to max_tokens_per_rank), H = hidden size, K = the layer's top_k,
+//! C = max_recv_tokens_per_rank. Receive-side tensors have at least C rows; rows from C on are neither read nor written.
+
+use crate::core;
+use nvte_ep_core::backend::Communicator;
+use nvte_ep_core::config::{LayerConfig, SlabAlignment};
+use nvte_ep_core::error::Error;
+use nvte_ep_core::ffi::comm_window::NVTECommWindow;
+use nvte_ep_core::ffi::guard;
+use nvte_ep_core::ffi::register_layer::{NVTEEpGroupConfig, NVTEEpHandle, NVTEEpLayerConfig};
+use nvte_ep_core::ffi::types::{NVTETensor, cudaStream_t};
+use nvte_ep_core::ffi::view::{optional, required};
+use nvte_ep_core::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare};
+use nvte_ep_core::sys::cuda::Stream;
+use nvte_ep_tensor::OwnTensors;
+use std::ffi::c_void;
+
+fn stream_of(stream: cudaStream_t) -> Stream {
+    Stream(stream.expose_provenance())
+}
+
+/// Creates the EP group of the calling thread's current device. Collective over ep_comm; every rank passes the same
+/// group_config.
+///
+/// ep_comm: an ncclComm_t of exactly group_config.ep_size ranks, on the current device. It is borrowed and outlives
+/// nvte_ep_shutdown.
+/// Throws when the device has a group already, for a bad configuration or communicator, when the machine lacks something
+/// that is needed (the text says what and how to provide it), and when ranks disagree (then on every rank).
+///
+/// # Safety
+/// ep_comm is NULL, which throws, or a live communicator.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn nvte_ep_initialize(ep_comm: *mut c_void, group_config: NVTEEpGroupConfig) {
+    guard("nvte_ep_initialize", || {
+        let comm = Communicator(ep_comm.expose_provenance());
+        // SAFETY: the caller vouches for the communicator.
+        unsafe { core::initialize(comm, group_config.into()) }
+    });
+}
+
+/// Ends the EP groups of this process: waits for queued work and for the other ranks, then frees what the library holds.
+/// The communicator stays the caller's. Without a group it does nothing.
+///
+/// Throws when queued work or another rank does not finish within NVTE_EP_SHUTDOWN_TIMEOUT_MS; the group is gone all the
+/// same.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn nvte_ep_shutdown() {
+    guard("nvte_ep_shutdown", core::shutdown);
+}
+
+/// Registers a layer on the current device's group; host only. Returns its id, never 0. All registrations end with
+/// nvte_ep_shutdown.
+///
+/// handle_mem_size: receives the bytes of device memory that the caller allocates for the layer's routing, on a 256-byte
+/// boundary.
+/// Throws without a group, for a bad configuration, and beyond NVTE_EP_HANDLE_CACHE_SIZE registrations.
+///
+/// # Safety
+/// handle_mem_size is NULL, which throws, or points to a size_t.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn nvte_ep_register_layer(
+    layer_config: NVTEEpLayerConfig,
+    handle_mem_size: *mut usize,
+) -> u64 {
+    guard("nvte_ep_register_layer", || {
+        let group = core::current_group()?;
+        let config = LayerConfig::try_from(layer_config)?;
+        if handle_mem_size.is_null() {
+            return Err(Error::argument("handle_mem_size", "must not be NULL", "NULL"));
+        }
+        let (id, bytes) = group.register_layer(config)?;
+        // SAFETY: not NULL, and the caller vouches for what it points to.
+        unsafe { handle_mem_size.write(bytes) };
+        Ok(id)
+    })
+}
+
+/// Exchanges the routing of one step among the ranks and keeps it in handle.mem. Collective, queued on stream.
+///
+/// topk_idx: [T, K] int64 or int32, the experts of each token; a negative index routes nowhere, and an expert named twice
+/// by one token counts once.
+/// token_counts: [num_experts / ep_size] int32 or int64; receives the rows of each local expert's slab: the tokens routed to
+/// it, padded to the alignment (no rows where there are no tokens).
+/// dispatch_output_per_expert_alignment: the registered value.
+/// Throws, before anything is queued, for an unknown id, unfit handle memory, and shapes or dtypes other than these.
+///
+/// # Safety
+/// The tensors are device memory of their extent, live until the queued work is done. The calls of a group come in one
+/// order on every rank and on one stream, or on streams ordered by events. This holds for all functions below.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn nvte_ep_prepare(
+    handle: NVTEEpHandle,
+    topk_idx: NVTETensor,
+    token_counts: NVTETensor,
+    dispatch_output_per_expert_alignment: usize,
+    stream: cudaStream_t,
+) {
+    guard("nvte_ep_prepare", || {
+        let group = core::current_group()?;
+        let call = Prepare {
+            topk_idx: required(&OwnTensors, "topk_idx", topk_idx, None)?,
+            token_counts: required(&OwnTensors, "token_counts", token_counts, None)?,
+            alignment: SlabAlignment::parse(
+                "dispatch_output_per_expert_alignment",
+                dispatch_output_per_expert_alignment,
+            )?,
+        };
+        // SAFETY: the caller vouches for tensors and stream.
+        unsafe { group.prepare(&handle.parse(&OwnTensors)?, &call, stream_of(stream)) }
+    });
+}
+
+/// Sends each token's row, and its weights, to the ranks of its experts. Collective, queued on stream.
+///
+/// recv_tokens then holds the local experts' slabs one after the other; in a slab, rows come by source rank and then by
+/// source row, and the padding is zero. Rows beyond the last slab keep what they held.
+///
+/// topk_idx: [T, K] as given to nvte_ep_prepare; its contents are not read again. May be null without weights.
+/// tokens: [T, H] bfloat16, float16 or float32.
+/// topk_weights: [T, K] float32, or null to move rows only.
+/// recv_tokens: [C, H], dtype of tokens.
+/// recv_topk_weights: [C] float32, null if topk_weights is; receives each row's weight, 0 in the padding.
+/// ..._win: the tensor's place in symmetric memory, or {NULL, 0}.
+/// Throws, before anything is queued, when the layer was not prepared and for shapes or dtypes other than these.
+///
+/// # Safety
+/// As nvte_ep_prepare; windows cover their tensors on every rank.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn nvte_ep_dispatch(
+    handle: NVTEEpHandle,
+    topk_idx: NVTETensor,
+    tokens: NVTETensor,
+    tokens_win: NVTECommWindow,
+    topk_weights: NVTETensor,
+    topk_weights_win: NVTECommWindow,
+    recv_tokens: NVTETensor,
+    recv_tokens_win: NVTECommWindow,
+    recv_topk_weights: NVTETensor,
+    recv_topk_weights_win: NVTECommWindow,
+    stream: cudaStream_t,
+) {
+    guard("nvte_ep_dispatch", || {
+        let group = core::current_group()?;
+        let call = Dispatch {
+            topk_idx: optional(&OwnTensors, "topk_idx", topk_idx, None)?,
+            tokens: required(&OwnTensors, "tokens", tokens, tokens_win.parse())?,
+            topk_weights: optional(&OwnTensors, "topk_weights", topk_weights, topk_weights_win.parse())?,
+            recv_tokens: required(&OwnTensors, "recv_tokens", recv_tokens, recv_tokens_win.parse())?,
+            recv_topk_weights: optional(
+                &OwnTensors,
+                "recv_topk_weights",
+                recv_topk_weights,
+                recv_topk_weights_win.parse(),
+            )?,
+        };
+        // SAFETY: the caller vouches for tensors and stream.
+        unsafe { group.dispatch(&handle.parse(&OwnTensors)?, &call, stream_of(stream)) }
+    });
+}
+
+/// Sums each token's rows of expert_out back on its own rank; unweighted, so the caller multiplies by recv_topk_weights
+/// before. Collective, queued on stream.
+///
+/// The sum is taken in float32 over a rank's local experts in ascending order and rounded to the dtype, then in float32
+/// over ranks in ascending order and rounded. A token without rows gets zeroes.
+///
+/// expert_out: [C, H] in the layout of recv_tokens; padding is not read.
+/// result: [T, H], dtype of expert_out.
+/// Throws as nvte_ep_dispatch.
+///
+/// # Safety
+/// As nvte_ep_dispatch.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn nvte_ep_combine(
+    handle: NVTEEpHandle,
+    expert_out: NVTETensor,
+    expert_out_win: NVTECommWindow,
+    result: NVTETensor,
+    stream: cudaStream_t,
+) {
+    guard("nvte_ep_combine", || {
+        let group = core::current_group()?;
+        let call = Combine {
+            expert_out: required(&OwnTensors, "expert_out", expert_out, expert_out_win.parse())?,
+            result: required(&OwnTensors, "result", result, None)?,
+        };
+        // SAFETY: the caller vouches for tensors and stream.
+        unsafe { group.combine(&handle.parse(&OwnTensors)?, &call, stream_of(stream)) }
+    });
+}
+
+/// Gradient of nvte_ep_dispatch: sums the rows' gradients as nvte_ep_combine does, and gathers the weights' gradients.
+/// Collective, queued on stream.
+///
+/// grad: [C, H], gradient of recv_tokens.
+/// g_recv_topk_weights: [C] float32, gradient of recv_topk_weights.
+/// grad_tokens: [T, H], dtype of grad; receives the gradient of tokens.
+/// grad_topk_weights: [T, K] float32; receives the gradient of topk_weights, 0 where the index was negative.
+/// Throws as nvte_ep_dispatch.
+///
+/// # Safety
+/// As nvte_ep_dispatch.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn nvte_ep_dispatch_bwd(
+    handle: NVTEEpHandle,
+    grad: NVTETensor,
+    grad_win: NVTECommWindow,
+    g_recv_topk_weights: NVTETensor,
+    g_recv_topk_weights_win: NVTECommWindow,
+    grad_tokens: NVTETensor,
+    grad_topk_weights: NVTETensor,
+    stream: cudaStream_t,
+) {
+    guard("nvte_ep_dispatch_bwd", || {
+        let group = core::current_group()?;
+        let call = DispatchBwd {
+            grad: required(&OwnTensors, "grad", grad, grad_win.parse())?,
+            g_recv_topk_weights: required(
+                &OwnTensors,
+                "g_recv_topk_weights",
+                g_recv_topk_weights,
+                g_recv_topk_weights_win.parse(),
+            )?,
+            grad_tokens: required(&OwnTensors, "grad_tokens", grad_tokens, None)?,
+            grad_topk_weights: required(&OwnTensors, "grad_topk_weights", grad_topk_weights, None)?,
+        };
+        // SAFETY: the caller vouches for tensors and stream.
+        unsafe { group.dispatch_bwd(&handle.parse(&OwnTensors)?, &call, stream_of(stream)) }
+    });
+}
+
+/// Gradient of nvte_ep_combine: sends each token's gradient to all of its rows. Collective, queued on stream.
+///
+/// grad: [T, H], gradient of result.
+/// grad_expert_out: [C, H], dtype of grad; receives the gradient of expert_out, zeroes in the padding.
+/// Throws as nvte_ep_dispatch.
+///
+/// # Safety
+/// As nvte_ep_dispatch.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn nvte_ep_combine_bwd(
+    handle: NVTEEpHandle,
+    grad: NVTETensor,
+    grad_win: NVTECommWindow,
+    grad_expert_out: NVTETensor,
+    grad_expert_out_win: NVTECommWindow,
+    stream: cudaStream_t,
+) {
+    guard("nvte_ep_combine_bwd", || {
+        let group = core::current_group()?;
+        let call = CombineBwd {
+            grad: required(&OwnTensors, "grad", grad, grad_win.parse())?,
+            grad_expert_out: required(&OwnTensors, "grad_expert_out", grad_expert_out, grad_expert_out_win.parse())?,
+        };
+        // SAFETY: the caller vouches for tensors and stream.
+        unsafe { group.combine_bwd(&handle.parse(&OwnTensors)?, &call, stream_of(stream)) }
+    });
+}

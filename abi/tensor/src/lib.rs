@@ -1,0 +1,25 @@
+//! The NVTETensor C interface: small descriptions of arrays that callers pass to the nvte_ep_* functions.
+//!
+//! `surface` holds the exported functions, `store` the tensors. A library that links this crate exports the functions.
+
+mod store;
+#[allow(non_snake_case, reason = "C parameter names become the header")]
+pub mod surface;
+
+use nvte_ep_core::error::Result;
+use nvte_ep_core::ffi::types::NVTETensor;
+use nvte_ep_core::ffi::view::{TensorParts, TensorReader};
+use store::Param;
+
+/// Reads the tensors that this library made.
+#[derive(Debug, Clone, Copy)]
+pub struct OwnTensors;
+
+impl TensorReader for OwnTensors {
+    fn read(&self, tensor: NVTETensor) -> Result<Option<TensorParts>> {
+        store::read(tensor, |tensor| TensorParts {
+            data: tensor.array(Param::RowwiseData).into(),
+            scaling_mode: tensor.scaling_mode(),
+        })
+    }
+}

@@ -1,0 +1,68 @@
+//! Regenerates what is generated and committed: C headers (cbindgen) and Rust bindings (bindgen).
+//!
+//! `cargo run -p nvte-ep-codegen -- headers [--check]` and `... -- bindings [--check] --wheels DIR`.
+//! With `--check` nothing is written; a file that differs from what would be written is an error that names it.
+
+mod bindings;
+mod headers;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// One generated file: where it belongs, relative to the repository root, and its text.
+pub struct Output {
+    path: PathBuf,
+    text: String,
+}
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(message) => {
+            println!("{message}");
+            ExitCode::SUCCESS
+        }
+        Err(message) => {
+            eprintln!("codegen: {message}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<String, String> {
+    let usage = "usage: nvte-ep-codegen headers|bindings [--check] [--wheels DIR]";
+    let (mut what, mut check, mut wheels) = (None, false, None);
+    let mut arguments = std::env::args().skip(1);
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            "headers" | "bindings" => what = Some(argument),
+            "--check" => check = true,
+            "--wheels" => wheels = Some(PathBuf::from(arguments.next().ok_or(usage)?)),
+            _ => return Err(usage.into()),
+        }
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("codegen/ lies in the repository root");
+    let outputs = match what.as_deref() {
+        Some("headers") => headers::generate(root)?,
+        Some("bindings") => {
+            vec![bindings::generate(&wheels.ok_or("bindings needs --wheels \"$(qa/wheels.sh)\"")?)?]
+        }
+        _ => return Err(usage.into()),
+    };
+    let mut stale = Vec::new();
+    for output in &outputs {
+        let path = root.join(&output.path);
+        if std::fs::read_to_string(&path).is_ok_and(|committed| committed == output.text) {
+            continue;
+        }
+        if check {
+            stale.push(output.path.display().to_string());
+        } else {
+            std::fs::create_dir_all(path.parent().expect("an output lies in a folder")).map_err(|e| e.to_string())?;
+            std::fs::write(&path, &output.text).map_err(|e| format!("{}: {e}", path.display()))?;
+        }
+    }
+    if !stale.is_empty() {
+        return Err(format!("stale: {}; run the same command without --check and commit", stale.join(", ")));
+    }
+    Ok(format!("{} file(s) {}", outputs.len(), if check { "up to date" } else { "written" }))
+}

@@ -1,0 +1,189 @@
+//! Do all ranks want the same group, and can all of them make it? One small all-gather answers before the collective
+//! group creation, where a rank that differs or stays away would hang or corrupt the others (NCCL EP compares only the
+//! receive capacity). Also the ranks' meeting point at shutdown.
+
+use super::nccl_ep::Communicator;
+use crate::error::{Error, Result};
+use crate::sys::Base;
+use crate::sys::cuda::Stream;
+use crate::sys::nccl::CommFacts;
+use nvte_ep_bindings as b;
+use std::time::Duration;
+
+/// Bytes of one rank's record.
+const RECORD: usize = 1024;
+const MAX_FIELDS: usize = 24;
+const MAX_TEXT: usize = RECORD - 8 * (MAX_FIELDS + 1);
+
+/// One rank's statement: numbers that must agree, numbers that tell where it runs, and why it cannot go on, if so.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Statement {
+    /// Must be equal on all ranks, in the order of the names given to [`Meeting::compare`].
+    pub(crate) equal: Vec<u64>,
+    /// May differ.
+    pub(crate) own: Vec<u64>,
+    /// The rank's own error.
+    pub(crate) refusal: Option<String>,
+}
+
+impl Statement {
+    fn encode(&self) -> [u8; RECORD] {
+        let mut record = [0; RECORD];
+        let numbers = self.equal.iter().chain(&self.own);
+        assert!(self.equal.len() + self.own.len() <= MAX_FIELDS, "a record holds {MAX_FIELDS} numbers");
+        let (words, text) = record.split_at_mut(8 * (MAX_FIELDS + 1));
+        let (length, fields) = words.split_at_mut(8);
+        for (slot, number) in fields.chunks_exact_mut(8).zip(numbers) {
+            slot.copy_from_slice(&number.to_le_bytes());
+        }
+        if let Some(refusal) = &self.refusal {
+            let end = (0..=MAX_TEXT.min(refusal.len())).rev().find(|&end| refusal.is_char_boundary(end)).unwrap_or(0);
+            text[..end].copy_from_slice(&refusal.as_bytes()[..end]);
+            length.copy_from_slice(&(end as u64 + 1).to_le_bytes());
+        }
+        record
+    }
+
+    fn decode(record: &[u8], equal: usize, own: usize) -> Self {
+        let word = |index: usize| u64::from_le_bytes(record[8 * index..][..8].try_into().expect("8 bytes"));
+        let text = &record[8 * (MAX_FIELDS + 1)..];
+        let refusal = match word(0) as usize {
+            0 => None,
+            length => Some(String::from_utf8_lossy(&text[..(length - 1).min(text.len())]).into_owned()),
+        };
+        Self { equal: (1..=equal).map(word).collect(), own: (equal + 1..=equal + own).map(word).collect(), refusal }
+    }
+}
+
+/// The text that every rank reports, if any rank refuses or differs from rank 0.
+pub(crate) fn compare(names: &[&str], statements: &[Statement]) -> Result<()> {
+    if let Some((rank, refusal)) =
+        statements.iter().enumerate().find_map(|(rank, s)| s.refusal.as_ref().map(|text| (rank, text)))
+    {
+        return Err(Error::Disagreement(format!("rank {rank} cannot take part: {refusal}")));
+    }
+    let first = statements.first().map_or(&[][..], |s| &s.equal);
+    for (rank, statement) in statements.iter().enumerate() {
+        for ((name, value), expected) in names.iter().zip(&statement.equal).zip(first) {
+            if value != expected {
+                return Err(Error::Disagreement(format!(
+                    "all ranks must pass the same {name}: rank {rank} has {}, rank 0 has {}",
+                    *value as i64, *expected as i64
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Scratch memory and a stream of our own on the group's device, for small collectives on the borrowed communicator.
+#[derive(Debug)]
+pub(crate) struct Meeting {
+    base: &'static Base,
+    comm: Communicator,
+    facts: CommFacts,
+    stream: Stream,
+    scratch: u64,
+}
+
+const ABSENT: &str = "check that every rank of the communicator makes this call and is alive";
+
+impl Meeting {
+    /// Allocates on the current device.
+    pub(crate) fn new(base: &'static Base, comm: Communicator, facts: CommFacts) -> Result<Self> {
+        let mut stream = std::ptr::null_mut();
+        // SAFETY: `stream` is a live pointer.
+        let code = unsafe { (base.cuda.cuStreamCreate)(&raw mut stream, b::CU_STREAM_NON_BLOCKING) };
+        base.cuda.check("cuStreamCreate", code)?;
+        let stream = Stream(stream.expose_provenance());
+        let mut scratch = 0;
+        let bytes = RECORD * (facts.size as usize + 1);
+        // SAFETY: `scratch` is a live pointer.
+        let code = unsafe { (base.cuda.cuMemAlloc_v2)(&raw mut scratch, bytes) };
+        base.cuda.check("cuMemAlloc_v2", code)?;
+        Ok(Self { base, comm, facts, stream, scratch })
+    }
+
+    /// Every rank's statement, by rank; collective. `names` names the numbers that must agree.
+    ///
+    /// # Safety
+    /// The communicator is live.
+    pub(crate) unsafe fn exchange(&self, own: &Statement, limit: Option<Duration>) -> Result<Vec<Statement>> {
+        let record = own.encode();
+        // SAFETY: the caller vouches for the communicator.
+        let all = unsafe { self.all_gather(&record, limit, "all ranks to call nvte_ep_initialize")? };
+        Ok(all.chunks_exact(RECORD).map(|r| Statement::decode(r, own.equal.len(), own.own.len())).collect())
+    }
+
+    /// Returns when every rank has come here.
+    ///
+    /// # Safety
+    /// The communicator is live.
+    pub(crate) unsafe fn barrier(&self, limit: Option<Duration>) -> Result<()> {
+        // SAFETY: the caller vouches for the communicator.
+        unsafe { self.all_gather(&[0; RECORD], limit, "all ranks to call nvte_ep_shutdown") }.map(|_| ())
+    }
+
+    unsafe fn all_gather(&self, own: &[u8; RECORD], limit: Option<Duration>, what: &str) -> Result<Vec<u8>> {
+        let (cuda, nccl, stream) = (&self.base.cuda, &self.base.nccl, self.stream.as_raw());
+        let (send, receive) = (self.scratch, self.scratch + RECORD as u64);
+        // SAFETY: the scratch memory holds one record more than there are ranks; pageable memory is read at the call.
+        let code = unsafe { (cuda.cuMemcpyHtoDAsync_v2)(send, own.as_ptr().cast(), RECORD, stream) };
+        cuda.check("cuMemcpyHtoDAsync_v2", code)?;
+        let pointer = |address: u64| std::ptr::with_exposed_provenance_mut(address as usize);
+        // SAFETY: as above; the caller vouches for the communicator.
+        let code = unsafe {
+            (nccl.ncclAllGather)(pointer(send), pointer(receive), RECORD, b::ncclUint8, self.comm.as_raw(), stream)
+        };
+        nccl.check("ncclAllGather", code)?;
+        // SAFETY: the stream is our own.
+        unsafe { cuda.wait(self.stream, limit, what, ABSENT) }?;
+        let mut all = vec![0u8; RECORD * self.facts.size as usize];
+        // SAFETY: `all` is as long as the copy.
+        let code = unsafe { (cuda.cuMemcpyDtoHAsync_v2)(all.as_mut_ptr().cast(), receive, all.len(), stream) };
+        cuda.check("cuMemcpyDtoHAsync_v2", code)?;
+        // SAFETY: the stream is our own.
+        unsafe { cuda.wait(self.stream, limit, "a copy from the device", "look for a stuck kernel") }?;
+        Ok(all)
+    }
+
+    /// Frees stream and memory; only after everything queued is done.
+    pub(crate) fn close(self) -> Result<()> {
+        // SAFETY: our own memory, and nothing is queued on it.
+        self.base.cuda.check("cuMemFree_v2", unsafe { (self.base.cuda.cuMemFree_v2)(self.scratch) })?;
+        // SAFETY: our own stream, idle.
+        let code = unsafe { (self.base.cuda.cuStreamDestroy_v2)(self.stream.as_raw()) };
+        self.base.cuda.check("cuStreamDestroy_v2", code)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn statement(equal: &[u64], refusal: Option<&str>) -> Statement {
+        Statement { equal: equal.into(), own: vec![7, u64::MAX], refusal: refusal.map(Into::into) }
+    }
+
+    #[test]
+    fn records_round_trip() {
+        for refusal in [None, Some(""), Some("nvcc is missing")] {
+            let own = statement(&[1, 2, 3], refusal);
+            assert_eq!(Statement::decode(&own.encode(), 3, 2), own);
+        }
+        let long = statement(&[], Some(&"ü".repeat(RECORD)));
+        let text = Statement::decode(&long.encode(), 0, 2).refusal.unwrap();
+        assert!(text.len() >= MAX_TEXT - 1 && text.chars().all(|c| c == 'ü'));
+    }
+
+    #[test]
+    fn the_odd_rank_and_field_are_named() {
+        let names = ["group_config.hidden_dim", "group_config.max_num_sms"];
+        compare(&names, &[statement(&[512, 0], None), statement(&[512, 0], None)]).unwrap();
+        let error = compare(&names, &[statement(&[512, 0], None), statement(&[512, 8], None)]).unwrap_err();
+        let text = "all ranks must pass the same group_config.max_num_sms: rank 1 has 8, rank 0 has 0";
+        assert_eq!(error.to_string(), text);
+        let error = compare(&names, &[statement(&[512, 0], None), statement(&[9, 0], Some("no nvcc"))]).unwrap_err();
+        assert_eq!(error.to_string(), "rank 1 cannot take part: no nvcc");
+    }
+}

@@ -1,0 +1,341 @@
+//! Validated configuration of groups and layers.
+#![forbid(unsafe_code)]
+
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+
+/// Most experts per token: NCCL EP's expert-major kernels are compiled with tables of this size (nccl_ep 0.1.0).
+pub const MAX_TOP_K: u32 = 32;
+
+/// Most local experts of a rank that NCCL EP's expert-major path takes (nccl_ep 0.1.0).
+pub const MAX_LOCAL_EXPERTS: u32 = 256;
+
+/// Whether payloads go through the library's buffers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Transfer {
+    /// Through staging buffers.
+    Staged,
+    /// Directly between the callers' windows.
+    ZeroCopy,
+}
+
+/// What happens when a registered layer comes with another handle memory than before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Relocation {
+    /// It is an error.
+    Refuse,
+    /// The handle is rebuilt over the new memory.
+    Rebuild,
+}
+
+/// What a caller asks a group to be, before it is checked; numbers as C gives them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the fields are documented in the C headers under the same names")]
+pub struct GroupRequest {
+    pub ep_size: i32,
+    pub num_experts: i32,
+    pub max_tokens_per_rank: i32,
+    pub max_recv_tokens_per_rank: i32,
+    pub hidden_dim: i32,
+    pub max_num_sms: i32,
+    pub max_token_dtype: i32,
+    pub zero_copy: i32,
+    pub allow_handle_mem_reloc: i32,
+}
+
+/// What a group is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GroupConfig {
+    /// Number of ranks.
+    pub ep_size: u32,
+    /// Number of experts over all ranks.
+    pub num_experts: u32,
+    /// Most tokens a rank dispatches in one step.
+    pub max_tokens_per_rank: u32,
+    /// Rows of a rank's receive buffers.
+    pub recv_capacity: u32,
+    /// Elements of a token row, at most.
+    pub hidden_dim: u32,
+    /// Streaming multiprocessors for communication; none = chosen at initialize.
+    pub max_num_sms: Option<u32>,
+    /// Widest data type of a token.
+    pub max_token_dtype: DType,
+    /// Staged or zero-copy.
+    pub transfer: Transfer,
+    /// What a moved handle memory means.
+    pub relocation: Relocation,
+}
+
+impl GroupConfig {
+    /// Experts that one rank owns.
+    #[must_use]
+    pub const fn local_experts(&self) -> u32 {
+        self.num_experts / self.ep_size
+    }
+
+    /// Bytes of the longest token row, which size the staging buffers.
+    #[must_use]
+    pub const fn max_token_bytes(&self) -> usize {
+        self.max_token_dtype.bytes(self.hidden_dim as usize)
+    }
+}
+
+const CONFIG: &str = "group_config";
+
+fn field(name: &str) -> String {
+    format!("{CONFIG}.{name}")
+}
+
+fn positive(name: &str, value: i32) -> Result<u32> {
+    u32::try_from(value)
+        .ok()
+        .filter(|&value| value > 0)
+        .ok_or_else(|| Error::argument(field(name), "must be greater than 0", value))
+}
+
+impl TryFrom<GroupRequest> for GroupConfig {
+    type Error = Error;
+
+    fn try_from(request: GroupRequest) -> Result<Self> {
+        let GroupRequest {
+            ep_size,
+            num_experts,
+            max_tokens_per_rank,
+            max_recv_tokens_per_rank,
+            hidden_dim,
+            max_num_sms,
+            max_token_dtype,
+            zero_copy,
+            allow_handle_mem_reloc,
+        } = request;
+        let dtype = match max_token_dtype {
+            0 => DType::BFloat16,
+            code => DType::from_nvte(code).filter(|d| d.nccl().is_some()).ok_or_else(|| {
+                Error::argument(
+                    field("max_token_dtype"),
+                    "must be the NVTEDType of the widest token (0 = BFloat16)",
+                    format!("{code}"),
+                )
+            })?,
+        };
+        let config = Self {
+            ep_size: positive("ep_size", ep_size)?,
+            num_experts: positive("num_experts", num_experts)?,
+            max_tokens_per_rank: positive("max_tokens_per_rank", max_tokens_per_rank)?,
+            recv_capacity: positive("max_recv_tokens_per_rank", max_recv_tokens_per_rank)?,
+            hidden_dim: positive("hidden_dim", hidden_dim)?,
+            max_num_sms: match max_num_sms {
+                0 => None,
+                _ => Some(u32::try_from(max_num_sms).map_err(|_| {
+                    Error::argument(field("max_num_sms"), "must be 0 (automatic) or more", max_num_sms)
+                })?),
+            },
+            max_token_dtype: dtype,
+            transfer: match zero_copy {
+                0 => Transfer::Staged,
+                1 => Transfer::ZeroCopy,
+                other => return Err(Error::argument(field("zero_copy"), "must be 0 (staged) or 1", other)),
+            },
+            relocation: match allow_handle_mem_reloc {
+                0 => Relocation::Refuse,
+                1 => Relocation::Rebuild,
+                other => {
+                    let rule = "must be 0 (an error) or 1 (rebuild)";
+                    return Err(Error::argument(field("allow_handle_mem_reloc"), rule, other));
+                }
+            },
+        };
+        config.check()?;
+        Ok(config)
+    }
+}
+
+impl GroupConfig {
+    /// The rules between fields. NCCL EP aborts, throws or exits where they are broken (nccl_ep 0.1.0), and sizes
+    /// buffers by 32-bit numbers.
+    fn check(&self) -> Result<()> {
+        if !self.num_experts.is_multiple_of(self.ep_size) {
+            return Err(Error::argument(
+                field("num_experts"),
+                format!("must be a multiple of ep_size, {}", self.ep_size),
+                self.num_experts,
+            ));
+        }
+        if self.local_experts() > MAX_LOCAL_EXPERTS {
+            return Err(Error::argument(
+                field("num_experts"),
+                format!("must give a rank at most {MAX_LOCAL_EXPERTS} experts"),
+                format!("{} experts on {} ranks", self.num_experts, self.ep_size),
+            )
+            .with_remedy("spread them over more ranks"));
+        }
+        if !(self.local_experts() * self.ep_size).is_multiple_of(4) {
+            return Err(Error::argument(
+                field("num_experts"),
+                "must be a multiple of 4 (NCCL EP moves routing rows of 4 experts)",
+                self.num_experts,
+            )
+            .with_remedy("add experts that no token is routed to"));
+        }
+        if self.recv_capacity < self.max_tokens_per_rank {
+            return Err(Error::argument(
+                field("max_recv_tokens_per_rank"),
+                format!("must be at least max_tokens_per_rank, {}", self.max_tokens_per_rank),
+                self.recv_capacity,
+            )
+            .with_remedy(
+                "ep_size * max_tokens_per_rank * top_k, and the padding of every local expert, hold any routing",
+            ));
+        }
+        let bytes = self.max_token_bytes();
+        if !bytes.is_multiple_of(16) || u32::try_from(bytes).is_err() {
+            return Err(Error::argument(
+                field("hidden_dim"),
+                format!("must make a token row a multiple of 16 bytes, below 4 GiB, in {}", self.max_token_dtype),
+                format!("{} elements = {bytes} bytes", self.hidden_dim),
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Padding of each expert's slab, in tokens: a power of two; 1 = none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SlabAlignment(u32);
+
+impl SlabAlignment {
+    /// Parses the C argument `argument`; 0 and 1 both mean no padding.
+    ///
+    /// # Errors
+    /// A value that is no power of two or does not fit NCCL EP's `int`.
+    pub fn parse(argument: &'static str, value: usize) -> Result<Self> {
+        u32::try_from(value.max(1))
+            .ok()
+            .filter(|value| value.is_power_of_two() && i32::try_from(*value).is_ok())
+            .map(Self)
+            .ok_or_else(|| Error::argument(argument, "must be 0, 1 or another power of two below 2^31", value))
+    }
+
+    /// In tokens, 1 or more.
+    #[must_use]
+    pub const fn tokens(self) -> u32 {
+        self.0
+    }
+}
+
+/// What a layer is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerConfig {
+    /// Experts per token.
+    pub top_k: u32,
+    /// Padding of each expert's slab.
+    pub alignment: SlabAlignment,
+}
+
+impl LayerConfig {
+    /// Parses the C fields.
+    ///
+    /// # Errors
+    /// `top_k` outside 1 to [`MAX_TOP_K`], or an alignment that [`SlabAlignment::parse`] refuses.
+    pub fn parse(top_k: i32, alignment: usize) -> Result<Self> {
+        let top_k = u32::try_from(top_k).ok().filter(|k| (1..=MAX_TOP_K).contains(k)).ok_or_else(|| {
+            Error::argument("layer_config.top_k", format!("must be 1 to {MAX_TOP_K} experts per token"), top_k)
+        })?;
+        let alignment = SlabAlignment::parse("layer_config.dispatch_output_per_expert_alignment", alignment)?;
+        Ok(Self { top_k, alignment })
+    }
+
+    /// # Errors
+    /// More experts per token than the group has experts.
+    pub fn check_against(&self, group: &GroupConfig) -> Result<()> {
+        if self.top_k <= group.num_experts {
+            return Ok(());
+        }
+        let required = format!("must be at most the group's num_experts, {}", group.num_experts);
+        Err(Error::argument("layer_config.top_k", required, self.top_k))
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) const REQUEST: GroupRequest = GroupRequest {
+        ep_size: 4,
+        num_experts: 16,
+        max_tokens_per_rank: 64,
+        max_recv_tokens_per_rank: 512,
+        hidden_dim: 512,
+        max_num_sms: 0,
+        max_token_dtype: 0,
+        zero_copy: 0,
+        allow_handle_mem_reloc: 0,
+    };
+
+    #[test]
+    fn defaults_are_resolved() {
+        let config = GroupConfig::try_from(REQUEST).unwrap();
+        assert_eq!((config.local_experts(), config.max_token_bytes()), (4, 1024));
+        assert_eq!((config.max_num_sms, config.max_token_dtype), (None, DType::BFloat16));
+        assert_eq!(config.transfer, Transfer::Staged);
+    }
+
+    #[test]
+    fn every_bad_field_is_named_with_what_was_found() {
+        type Change = fn(&mut GroupRequest);
+        let cases: &[(Change, &str)] = &[
+            (|r| r.ep_size = 0, "group_config.ep_size must be greater than 0, got 0"),
+            (|r| r.num_experts = -4, "group_config.num_experts must be greater than 0, got -4"),
+            (|r| r.num_experts = 10, "group_config.num_experts must be a multiple of ep_size, 4, got 10"),
+            (|r| r.num_experts = 4 * 257, "at most 256 experts, got 1028 experts on 4 ranks"),
+            (|r| (r.ep_size, r.num_experts) = (3, 6), "must be a multiple of 4"),
+            (|r| r.max_tokens_per_rank = 0, "group_config.max_tokens_per_rank must be greater than 0, got 0"),
+            (|r| r.max_recv_tokens_per_rank = 0, "group_config.max_recv_tokens_per_rank must be greater than 0, got 0"),
+            (|r| r.max_recv_tokens_per_rank = 63, "must be at least max_tokens_per_rank, 64, got 63"),
+            (|r| r.hidden_dim = 0, "group_config.hidden_dim must be greater than 0, got 0"),
+            (|r| r.hidden_dim = 4, "got 4 elements = 8 bytes"),
+            (|r| r.hidden_dim = 100, "multiple of 16 bytes, below 4 GiB, in bfloat16, got 100 elements = 200 bytes"),
+            (|r| (r.hidden_dim, r.max_token_dtype) = (1 << 30, 4), "below 4 GiB"),
+            (|r| r.max_num_sms = -1, "group_config.max_num_sms must be 0 (automatic) or more, got -1"),
+            (|r| r.max_token_dtype = 11, "group_config.max_token_dtype must be the NVTEDType"),
+            (|r| r.max_token_dtype = -1, "got -1"),
+            (|r| r.allow_handle_mem_reloc = 2, "group_config.allow_handle_mem_reloc must be 0 (an error) or 1"),
+            (|r| r.zero_copy = 2, "group_config.zero_copy must be 0 (staged) or 1, got 2"),
+        ];
+        for (change, expected) in cases {
+            let mut request = REQUEST;
+            change(&mut request);
+            let text = GroupConfig::try_from(request).unwrap_err().to_string();
+            assert!(text.contains(expected), "{text:?} lacks {expected:?}");
+        }
+    }
+
+    #[test]
+    fn sizes_do_not_overflow() {
+        let mut request = REQUEST;
+        (request.ep_size, request.num_experts) = (i32::MAX, i32::MAX);
+        // Odd number of experts: refused by the rule of 4, after all products fitted.
+        assert!(GroupConfig::try_from(request).is_err());
+    }
+
+    #[test]
+    fn layers() {
+        assert_eq!(LayerConfig::parse(8, 128).unwrap().alignment.tokens(), 128);
+        assert_eq!(LayerConfig::parse(1, 0).unwrap().alignment, LayerConfig::parse(1, 1).unwrap().alignment);
+        for top_k in [0, -1, 33] {
+            let text = LayerConfig::parse(top_k, 0).unwrap_err().to_string();
+            assert_eq!(text, format!("layer_config.top_k must be 1 to 32 experts per token, got {top_k}"));
+        }
+        for alignment in [3, 12, 1 << 31, usize::MAX] {
+            let text = LayerConfig::parse(2, alignment).unwrap_err().to_string();
+            assert!(
+                text.contains("dispatch_output_per_expert_alignment must be 0, 1 or another power of two"),
+                "{text}"
+            );
+        }
+        let group = GroupConfig::try_from(REQUEST).unwrap();
+        LayerConfig::parse(16, 0).unwrap().check_against(&group).unwrap();
+        let text = LayerConfig::parse(17, 0).unwrap().check_against(&group).unwrap_err().to_string();
+        assert_eq!(text, "layer_config.top_k must be at most the group's num_experts, 16, got 17");
+    }
+}

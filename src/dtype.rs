@@ -1,0 +1,123 @@
+//! Data types: ours, TransformerEngine's number and NCCL's number, in one table.
+#![forbid(unsafe_code)]
+
+use crate::ffi::types as nvte;
+use nvte_ep_bindings as nccl;
+use std::fmt;
+
+/// A tensor's data type.
+#[allow(missing_docs, reason = "the names are the formats' own")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum DType {
+    Byte,
+    Int16,
+    Int32,
+    Int64,
+    Float32,
+    Float16,
+    BFloat16,
+    Float8E4M3,
+    Float8E5M2,
+    Float8E8M0,
+    Float4E2M1,
+}
+
+struct Row {
+    dtype: DType,
+    nvte: nvte::NVTEDType,
+    /// What NCCL EP is told; none where it has no such type.
+    nccl: Option<nccl::ncclDataType_t>,
+    bits: usize,
+    name: &'static str,
+}
+
+const fn row(
+    dtype: DType,
+    nvte: nvte::NVTEDType,
+    nccl: Option<nccl::ncclDataType_t>,
+    bits: usize,
+    name: &'static str,
+) -> Row {
+    Row { dtype, nvte, nccl, bits, name }
+}
+
+/// Ordered by the variant, so that a variant indexes its row (`rows_are_in_order` checks).
+const TABLE: [Row; 11] = [
+    row(DType::Byte, nvte::kNVTEByte, Some(nccl::ncclUint8), 8, "byte"),
+    row(DType::Int16, nvte::kNVTEInt16, None, 16, "int16"),
+    row(DType::Int32, nvte::kNVTEInt32, Some(nccl::ncclInt32), 32, "int32"),
+    row(DType::Int64, nvte::kNVTEInt64, Some(nccl::ncclInt64), 64, "int64"),
+    row(DType::Float32, nvte::kNVTEFloat32, Some(nccl::ncclFloat32), 32, "float32"),
+    row(DType::Float16, nvte::kNVTEFloat16, Some(nccl::ncclFloat16), 16, "float16"),
+    row(DType::BFloat16, nvte::kNVTEBFloat16, Some(nccl::ncclBfloat16), 16, "bfloat16"),
+    row(DType::Float8E4M3, nvte::kNVTEFloat8E4M3, Some(nccl::ncclFloat8e4m3), 8, "float8_e4m3"),
+    row(DType::Float8E5M2, nvte::kNVTEFloat8E5M2, Some(nccl::ncclFloat8e5m2), 8, "float8_e5m2"),
+    row(DType::Float8E8M0, nvte::kNVTEFloat8E8M0, Some(nccl::ncclUint8), 8, "float8_e8m0"),
+    row(DType::Float4E2M1, nvte::kNVTEFloat4E2M1, None, 4, "float4_e2m1"),
+];
+
+impl DType {
+    /// The type with TransformerEngine's number `code`.
+    #[must_use]
+    pub fn from_nvte(code: i32) -> Option<Self> {
+        TABLE.iter().find(|row| row.nvte == code).map(|row| row.dtype)
+    }
+
+    const fn row(self) -> &'static Row {
+        &TABLE[self as usize]
+    }
+
+    /// NCCL's number for it.
+    #[must_use]
+    pub const fn nccl(self) -> Option<nccl::ncclDataType_t> {
+        self.row().nccl
+    }
+
+    /// Bits of one element.
+    #[must_use]
+    pub const fn bits(self) -> usize {
+        self.row().bits
+    }
+
+    /// Bytes of `count` elements, rounded up to whole bytes.
+    #[must_use]
+    pub const fn bytes(self, count: usize) -> usize {
+        (count * self.bits()).div_ceil(8)
+    }
+
+    /// Whether NCCL EP dispatches and combines rows of it without scales.
+    #[must_use]
+    pub const fn is_plain_token(self) -> bool {
+        matches!(self, Self::BFloat16 | Self::Float16 | Self::Float32)
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.row().name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_in_order() {
+        for (index, row) in TABLE.iter().enumerate() {
+            assert_eq!(row.dtype as usize, index);
+            assert_eq!(row.nvte as usize, index, "TransformerEngine numbers the types in this order");
+            assert_eq!(DType::from_nvte(row.nvte), Some(row.dtype));
+        }
+        assert_eq!(TABLE.len(), nvte::kNVTENumTypes as usize);
+        assert_eq!(DType::from_nvte(nvte::kNVTENumTypes), None);
+        assert_eq!(DType::from_nvte(-1), None);
+    }
+
+    #[test]
+    fn sizes() {
+        assert_eq!(DType::BFloat16.bytes(7), 14);
+        assert_eq!(DType::Float4E2M1.bytes(3), 2);
+        assert_eq!(DType::Int64.bytes(0), 0);
+    }
+}

@@ -1,0 +1,208 @@
+//! Every environment variable that the library reads: name, default, meaning, parse. Read once, at initialize.
+
+use crate::error::{Error, Result};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Where the work is done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RuntimeKind {
+    /// CUDA, NCCL and NCCL EP on a GPU.
+    Cuda,
+    /// `libnvte_ep_host.so`: the same interfaces on host memory.
+    Host,
+}
+
+impl RuntimeKind {
+    /// The value of `NVTE_EP_RUNTIME` that selects it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Cuda => "cuda",
+            Self::Host => "host",
+        }
+    }
+}
+
+/// One environment variable, for documentation.
+#[derive(Debug, Clone, Copy)]
+pub struct Variable {
+    /// Its name.
+    pub name: &'static str,
+    /// What holds when it is unset.
+    pub default: &'static str,
+    /// What it does.
+    pub meaning: &'static str,
+}
+
+const RUNTIME: Variable = Variable {
+    name: "NVTE_EP_RUNTIME",
+    default: "cuda",
+    meaning: "cuda, or host for the host runtime (no GPU needed)",
+};
+const HOST_LIB: Variable = Variable {
+    name: "NVTE_EP_HOST_LIB",
+    default: "libnvte_ep_host.so.1 beside our own library, then the loader's search path",
+    meaning: "path of the host runtime",
+};
+const NCCL_LIB: Variable = Variable {
+    name: "NVTE_EP_NCCL_LIB",
+    default: "the NCCL already in the process, then libnccl.so.2",
+    meaning: "path of NCCL; it has to be the one that made the communicator",
+};
+const NCCL_EP_LIB: Variable = Variable {
+    name: "NVTE_EP_NCCL_EP_LIB",
+    default: "$NCCL_EP_HOME, beside our own library, the loader's search path, Python wheels",
+    meaning: "path of NCCL EP",
+};
+const HANDLE_CACHE_SIZE: Variable = Variable {
+    name: "NVTE_EP_HANDLE_CACHE_SIZE",
+    default: "8192",
+    meaning: "how many layers may be registered on a group; negative = no limit",
+};
+const TIMEOUT_MS: Variable = Variable {
+    name: "NVTE_EP_TIMEOUT_MS",
+    default: "600000",
+    meaning: "how long initialize waits for the other ranks, in milliseconds; 0 = for ever",
+};
+const SHUTDOWN_TIMEOUT_MS: Variable = Variable {
+    name: "NVTE_EP_SHUTDOWN_TIMEOUT_MS",
+    default: "30000",
+    meaning: "how long shutdown waits for queued work and for the other ranks, in milliseconds; 0 = for ever",
+};
+/// `NVTE_EP_LOG`, which `log` reads.
+pub(crate) const LOG: Variable =
+    Variable { name: "NVTE_EP_LOG", default: "off", meaning: "log to stderr: error, warn, info, debug or trace" };
+
+/// All of them.
+pub const VARIABLES: &[Variable] =
+    &[RUNTIME, HOST_LIB, NCCL_LIB, NCCL_EP_LIB, HANDLE_CACHE_SIZE, TIMEOUT_MS, SHUTDOWN_TIMEOUT_MS, LOG];
+
+/// The parsed environment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Env {
+    /// `NVTE_EP_RUNTIME`.
+    pub runtime: RuntimeKind,
+    /// `NVTE_EP_HOST_LIB`.
+    pub host_lib: Option<PathBuf>,
+    /// `NVTE_EP_NCCL_LIB`.
+    pub nccl_lib: Option<PathBuf>,
+    /// `NVTE_EP_NCCL_EP_LIB`.
+    pub nccl_ep_lib: Option<PathBuf>,
+    /// `NVTE_EP_HANDLE_CACHE_SIZE`; none = no limit.
+    pub handle_cache_size: Option<usize>,
+    /// `NVTE_EP_TIMEOUT_MS`; none = no limit.
+    pub timeout: Option<Duration>,
+    /// `NVTE_EP_SHUTDOWN_TIMEOUT_MS`; none = no limit.
+    pub shutdown_timeout: Option<Duration>,
+}
+
+impl Env {
+    /// Reads the process's environment.
+    ///
+    /// # Errors
+    /// A variable whose value does not parse: its name, what it takes and what it holds.
+    pub fn from_process() -> Result<Self> {
+        Self::from_lookup(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+    }
+
+    /// Parses what `lookup` answers; an empty value counts as unset.
+    ///
+    /// # Errors
+    /// As [`Env::from_process`].
+    pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let get = |variable: &Variable| lookup(variable.name).filter(|value| !value.is_empty());
+        let path = |variable: &Variable| get(variable).map(PathBuf::from);
+        let integer = |variable: &Variable, what: &str| -> Result<Option<i64>> {
+            get(variable)
+                .map(|value| {
+                    value.trim().parse().map_err(|_| Error::argument(variable.name, format!("must be {what}"), &value))
+                })
+                .transpose()
+        };
+        let duration = |variable: &Variable, default_ms: u64| -> Result<Option<Duration>> {
+            let what = "a number of milliseconds, 0 or more";
+            let ms = match integer(variable, what)? {
+                None => default_ms,
+                Some(ms) => {
+                    u64::try_from(ms).map_err(|_| Error::argument(variable.name, format!("must be {what}"), ms))?
+                }
+            };
+            Ok((ms > 0).then(|| Duration::from_millis(ms)))
+        };
+        Ok(Self {
+            runtime: match get(&RUNTIME).as_deref() {
+                None | Some("cuda") => RuntimeKind::Cuda,
+                Some("host") => RuntimeKind::Host,
+                Some(other) => return Err(Error::argument(RUNTIME.name, "must be cuda or host", other)),
+            },
+            host_lib: path(&HOST_LIB),
+            nccl_lib: path(&NCCL_LIB),
+            nccl_ep_lib: path(&NCCL_EP_LIB),
+            handle_cache_size: match integer(&HANDLE_CACHE_SIZE, "an integer")? {
+                None => Some(8192),
+                Some(0) => {
+                    let rule = "must not be 0 (a positive number of layers, or negative for no limit)";
+                    return Err(Error::argument(HANDLE_CACHE_SIZE.name, rule, 0));
+                }
+                Some(limit) => usize::try_from(limit).ok(),
+            },
+            timeout: duration(&TIMEOUT_MS, 600_000)?,
+            shutdown_timeout: duration(&SHUTDOWN_TIMEOUT_MS, 30_000)?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(pairs: &[(&str, &str)]) -> Result<Env> {
+        Env::from_lookup(|name| pairs.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned()))
+    }
+
+    #[test]
+    fn defaults() {
+        let env = parse(&[]).unwrap();
+        assert_eq!(env.runtime, RuntimeKind::Cuda);
+        assert_eq!(env.handle_cache_size, Some(8192));
+        assert_eq!(env.timeout, Some(Duration::from_secs(600)));
+        assert_eq!(env.shutdown_timeout, Some(Duration::from_secs(30)));
+        assert_eq!(env.nccl_lib, None);
+    }
+
+    #[test]
+    fn empty_is_unset_and_values_are_read() {
+        let env = parse(&[
+            ("NVTE_EP_RUNTIME", "host"),
+            ("NVTE_EP_NCCL_LIB", ""),
+            ("NVTE_EP_NCCL_EP_LIB", "/x/libnccl_ep.so"),
+            ("NVTE_EP_HANDLE_CACHE_SIZE", "-1"),
+            ("NVTE_EP_TIMEOUT_MS", "0"),
+            ("NVTE_EP_SHUTDOWN_TIMEOUT_MS", "250"),
+        ])
+        .unwrap();
+        assert_eq!(env.runtime, RuntimeKind::Host);
+        assert_eq!(env.nccl_lib, None);
+        assert_eq!(env.nccl_ep_lib, Some("/x/libnccl_ep.so".into()));
+        assert_eq!(env.handle_cache_size, None);
+        assert_eq!(env.timeout, None);
+        assert_eq!(env.shutdown_timeout, Some(Duration::from_millis(250)));
+    }
+
+    #[test]
+    fn garbage_is_refused_by_name() {
+        for (name, value, text) in [
+            ("NVTE_EP_RUNTIME", "gpu", "NVTE_EP_RUNTIME must be cuda or host, got gpu"),
+            ("NVTE_EP_HANDLE_CACHE_SIZE", "many", "NVTE_EP_HANDLE_CACHE_SIZE must be an integer, got many"),
+            (
+                "NVTE_EP_HANDLE_CACHE_SIZE",
+                "0",
+                "NVTE_EP_HANDLE_CACHE_SIZE must not be 0 (a positive number of layers, or negative for no limit), got 0",
+            ),
+            ("NVTE_EP_TIMEOUT_MS", "-5", "NVTE_EP_TIMEOUT_MS must be a number of milliseconds, 0 or more, got -5"),
+        ] {
+            assert_eq!(parse(&[(name, value)]).unwrap_err().to_string(), text);
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! The one error type. Its `Display`, behind the name of the called function, is the text of the C++ exception.
+
+use std::fmt;
+
+/// What a call returns.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Why a call failed: what was required, what was found and what to change.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Error {
+    /// An argument breaks a rule. `argument` is its name in the C signature (or `struct.field`).
+    Argument {
+        /// The argument's C name.
+        argument: String,
+        /// The rule: "must be ...".
+        required: String,
+        /// What the caller passed.
+        found: String,
+        /// What to change, where that is not plain from the rule.
+        remedy: Option<String>,
+    },
+    /// The call needs a group on the calling thread's current device, and there is none.
+    NotInitialized {
+        /// The current device; none when no CUDA was loaded yet.
+        device: Option<i32>,
+        /// Devices of this process that were initialized.
+        initialized: Vec<i32>,
+    },
+    /// `nvte_ep_initialize` for a device that has a group already.
+    AlreadyInitialized {
+        /// The device.
+        device: i32,
+    },
+    /// The call cannot be done in the present state; the text says what has to come first.
+    State(String),
+    /// Something below us is missing or unfit, found before it could abort the process.
+    Preflight {
+        /// What was looked at and found.
+        problem: String,
+        /// What to change.
+        remedy: String,
+    },
+    /// A shared library or one of its symbols could not be loaded.
+    Load {
+        /// Which library.
+        library: &'static str,
+        /// Every place tried and the loader's answer, one a line.
+        tried: Vec<String>,
+        /// What to change.
+        remedy: String,
+    },
+    /// A call into CUDA, NCCL or NCCL EP returned an error code.
+    Library {
+        /// The called function.
+        call: &'static str,
+        /// Its return code.
+        code: i64,
+        /// The library's own text for the code, and its last message where it keeps one.
+        text: String,
+    },
+    /// A library threw a C++ exception.
+    Foreign {
+        /// The called function.
+        call: &'static str,
+        /// The exception's `what()`.
+        text: String,
+    },
+    /// Ranks disagree, or one of them refused; every rank reports the same.
+    Disagreement(String),
+    /// A wait ended without the awaited.
+    TimeOut {
+        /// What was waited for.
+        waited_for: String,
+        /// For how long.
+        milliseconds: u64,
+        /// What to look at.
+        remedy: String,
+    },
+    /// Tear-down went on to its end, but these steps failed.
+    Teardown(Vec<String>),
+    /// This build has no expert parallelism in it.
+    NotBuilt,
+    /// A defect of ours: a panic caught at the boundary.
+    Internal(String),
+}
+
+impl Error {
+    /// An argument error without a remedy of its own.
+    pub fn argument(argument: impl Into<String>, required: impl Into<String>, found: impl fmt::Display) -> Self {
+        Self::Argument { argument: argument.into(), required: required.into(), found: found.to_string(), remedy: None }
+    }
+
+    /// The same error with the remedy `text`, for argument errors.
+    #[must_use]
+    pub fn with_remedy(mut self, text: impl Into<String>) -> Self {
+        if let Self::Argument { remedy, .. } = &mut self {
+            *remedy = Some(text.into());
+        }
+        self
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Argument { argument, required, found, remedy } => {
+                write!(f, "{argument} {required}, got {found}")?;
+                remedy.as_ref().map_or(Ok(()), |remedy| write!(f, "; {remedy}"))
+            }
+            Self::NotInitialized { device: Some(device), initialized } if !initialized.is_empty() => write!(
+                f,
+                "there is no EP group on device {device}, the calling thread's current device, but on {initialized:?}: \
+                 set the current device to the group's before the call"
+            ),
+            Self::NotInitialized { .. } => f.write_str("there is no EP group: call nvte_ep_initialize first"),
+            Self::AlreadyInitialized { device } => {
+                write!(f, "device {device} has an EP group already: call nvte_ep_shutdown before initializing again")
+            }
+            Self::State(text) | Self::Disagreement(text) => f.write_str(text),
+            Self::Preflight { problem, remedy } => write!(f, "{problem}; {remedy}"),
+            Self::Load { library, tried, remedy } => {
+                write!(f, "{library} could not be loaded; {remedy}. Tried:")?;
+                tried.iter().try_for_each(|line| write!(f, "\n  {line}"))
+            }
+            Self::Library { call, code, text } => write!(f, "{call} returned {code}: {text}"),
+            Self::Foreign { call, text } => write!(f, "{call} threw: {text}"),
+            Self::TimeOut { waited_for, milliseconds, remedy } => {
+                write!(f, "waited {milliseconds} ms for {waited_for}; {remedy}")
+            }
+            Self::Teardown(failures) => write!(f, "the group is gone, but: {}", failures.join("; ")),
+            Self::NotBuilt => f.write_str(
+                "this is the stub library, built without NCCL EP; link or install the full libnvte_ep.so in its place \
+                 (build nvte-ep without the stub: cargo build --release, or CMake with NVTE_EP_WITH_NCCL_EP=ON)",
+            ),
+            Self::Internal(text) => write!(f, "internal error (please report it): {text}"),
+        }
+    }
+}
+
+impl std::error::Error for Error {}

@@ -1,0 +1,29 @@
+//! The communication window of the register_layer ABI.
+
+#![allow(non_camel_case_types, reason = "C names")]
+
+use crate::tensor::Window;
+
+/// A window handle, the type of NCCL's header.
+pub type ncclWindow_t = *mut nvte_ep_bindings::ncclWindow_vidmem;
+
+/// Where a payload lies in symmetric memory. With window NULL the tensor's data pointer is used.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NVTECommWindow {
+    /// The window, from ncclCommWindowRegister on the group's communicator, or NULL.
+    pub window: ncclWindow_t,
+    /// Offset of the payload from the window's start, in bytes; a multiple of 16.
+    pub offset: u64,
+}
+
+const _: () = assert!(size_of::<NVTECommWindow>() == 16);
+
+impl NVTECommWindow {
+    /// The window, or none for NULL.
+    #[must_use]
+    pub fn parse(self) -> Option<Window> {
+        let Self { window, offset } = self;
+        (!window.is_null()).then(|| Window { handle: window.expose_provenance(), offset })
+    }
+}

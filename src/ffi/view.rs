@@ -1,0 +1,149 @@
+//! From an NVTETensor to a [`TensorView`].
+
+use super::types::{NVTE_DELAYED_TENSOR_SCALING, NVTEBasicTensor, NVTEScalingMode, NVTETensor};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::tensor::{MAX_DIMS, Shape, TensorView, Window};
+
+/// What an NVTETensor holds, as far as expert parallelism reads it.
+#[derive(Debug, Clone, Copy)]
+pub struct TensorParts {
+    /// Its row-wise data.
+    pub data: NVTEBasicTensor,
+    /// How it is scaled.
+    pub scaling_mode: NVTEScalingMode,
+}
+
+/// Whoever made the tensors that callers pass.
+pub trait TensorReader {
+    /// The parts of `tensor`; none for the null tensor.
+    ///
+    /// # Errors
+    /// A value that is no live tensor.
+    fn read(&self, tensor: NVTETensor) -> Result<Option<TensorParts>>;
+}
+
+/// The tensor of argument `name`, which may not be null.
+///
+/// # Errors
+/// A null, stale or malformed tensor.
+pub fn required(
+    reader: &dyn TensorReader,
+    name: &'static str,
+    tensor: NVTETensor,
+    window: Option<Window>,
+) -> Result<TensorView> {
+    match reader.read(tensor).map_err(|error| for_argument(name, &error))? {
+        Some(parts) => view(name, &parts, window),
+        None => Err(Error::argument(name, "must be a tensor", "a null tensor")),
+    }
+}
+
+/// The tensor of argument `name`; none for the null tensor and for one that nothing was put into.
+///
+/// # Errors
+/// A stale or malformed tensor.
+pub fn optional(
+    reader: &dyn TensorReader,
+    name: &'static str,
+    tensor: NVTETensor,
+    window: Option<Window>,
+) -> Result<Option<TensorView>> {
+    match reader.read(tensor).map_err(|error| for_argument(name, &error))? {
+        Some(parts) if !is_blank(&parts.data) || window.is_some() => view(name, &parts, window).map(Some),
+        _ => Ok(None),
+    }
+}
+
+fn for_argument(name: &str, error: &Error) -> Error {
+    match error {
+        Error::Argument { required, found, .. } => Error::argument(name, required.clone(), found),
+        other => other.clone(),
+    }
+}
+
+/// What a tensor is that was created and never set: no data, one dimension of size 0.
+fn is_blank(data: &NVTEBasicTensor) -> bool {
+    data.data_ptr.is_null() && data.shape.ndim <= 1 && data.shape.data[0] == 0
+}
+
+fn view(name: &'static str, parts: &TensorParts, window: Option<Window>) -> Result<TensorView> {
+    let TensorParts { data: NVTEBasicTensor { data_ptr, dtype, shape }, scaling_mode } = *parts;
+    if scaling_mode != NVTE_DELAYED_TENSOR_SCALING {
+        let required = "must be unscaled (NVTE_DELAYED_TENSOR_SCALING)";
+        return Err(Error::argument(name, required, format!("scaling mode {scaling_mode}")));
+    }
+    let dtype = DType::from_nvte(dtype)
+        .ok_or_else(|| Error::argument(name, "must have an NVTEDType as its dtype", format!("{dtype}")))?;
+    let sizes = shape.data.get(..shape.ndim).and_then(Shape::new).ok_or_else(|| {
+        Error::argument(name, format!("must have at most {MAX_DIMS} dimensions"), format!("{}", shape.ndim))
+    })?;
+    if sizes.numel().and_then(|numel| numel.checked_mul(dtype.bits())).is_none() {
+        return Err(Error::argument(name, "must have a size that fits memory", format!("{sizes:?}")));
+    }
+    Ok(TensorView { name, dtype, shape: sizes, data: data_ptr.expose_provenance() as u64, window })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ffi::types::{NVTEShape, kNVTEBFloat16};
+
+    struct One(TensorParts);
+
+    impl TensorReader for One {
+        fn read(&self, tensor: NVTETensor) -> Result<Option<TensorParts>> {
+            match tensor as usize {
+                0 => Ok(None),
+                1 => Ok(Some(self.0)),
+                other => Err(Error::argument("tensor", "must be a live tensor", other)),
+            }
+        }
+    }
+
+    fn tensor(sizes: &[usize], ndim: usize) -> One {
+        let mut shape = NVTEShape { data: [0; 15], ndim };
+        shape.data[..sizes.len()].copy_from_slice(sizes);
+        let data_ptr = std::ptr::without_provenance_mut(0x40);
+        let data = NVTEBasicTensor { data_ptr, dtype: kNVTEBFloat16, shape };
+        One(TensorParts { data, scaling_mode: 0 })
+    }
+
+    fn raw(value: usize) -> NVTETensor {
+        std::ptr::without_provenance_mut(value)
+    }
+
+    #[test]
+    fn parts_become_a_view() {
+        let view = required(&tensor(&[3, 8], 2), "tokens", raw(1), None).unwrap();
+        assert_eq!(
+            (view.name, view.dtype, view.shape.sizes(), view.data),
+            ("tokens", DType::BFloat16, &[3, 8][..], 0x40)
+        );
+    }
+
+    #[test]
+    fn null_and_blank_tensors() {
+        let text = required(&tensor(&[3], 1), "tokens", raw(0), None).unwrap_err().to_string();
+        assert_eq!(text, "tokens must be a tensor, got a null tensor");
+        assert_eq!(optional(&tensor(&[3], 1), "topk_weights", raw(0), None).unwrap(), None);
+        let mut blank = tensor(&[0], 1);
+        blank.0.data.data_ptr = std::ptr::null_mut();
+        assert_eq!(optional(&blank, "topk_weights", raw(1), None).unwrap(), None);
+        assert!(optional(&tensor(&[0, 8], 2), "topk_weights", raw(1), None).unwrap().is_some());
+    }
+
+    #[test]
+    fn malformed_tensors_are_refused_under_the_arguments_name() {
+        let refused = |one: One, value| required(&one, "grad", raw(value), None).unwrap_err().to_string();
+        assert_eq!(refused(tensor(&[3], 1), 9), "grad must be a live tensor, got 9");
+        assert_eq!(refused(tensor(&[3], 16), 1), "grad must have at most 15 dimensions, got 16");
+        assert!(refused(tensor(&[usize::MAX, 2], 2), 1).starts_with("grad must have a size that fits memory"));
+        let mut one = tensor(&[3], 1);
+        one.0.data.dtype = 11;
+        assert_eq!(refused(one, 1), "grad must have an NVTEDType as its dtype, got 11");
+        let mut one = tensor(&[3], 1);
+        one.0.scaling_mode = 1;
+        assert_eq!(refused(one, 1), "grad must be unscaled (NVTE_DELAYED_TENSOR_SCALING), got scaling mode 1");
+    }
+}

@@ -1,0 +1,36 @@
+//! The core of nvte-ep: expert-parallel dispatch and combine over NCCL EP's high-throughput mode.
+//!
+//! The C libraries of this repository are thin surfaces over this crate; a Rust program can use it directly.
+//! Arrows point one way: surfaces (`abi/*`) -> [`ffi`] -> [`backend`], [`ops`], [`handle_cache`], [`config`] -> `desc`
+//! -> [`sys`].
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`error`] | the one error type; its text is the text of the C++ exception |
+//! | [`env`](mod@env) | every environment variable |
+//! | [`config`] | validated configuration of groups and layers |
+//! | [`dtype`], [`tensor`] | data types; a tensor's type, shape and place |
+//! | [`ops`] | the per-step operations: arguments by name and their checks |
+//! | [`backend`] | the EP group of each device: initialize, shutdown, and the operations |
+//! | [`handle_cache`] | which NCCL EP handle serves which layer |
+//! | `desc` | from tensors to NCCL EP's descriptors |
+//! | `preflight` | what would make the libraries below abort or hang, looked at first |
+//! | [`sys`] | the loaded libraries |
+//! | [`ffi`] | what the C surfaces share: types, tensors, the error boundary |
+
+#[cfg(panic = "abort")]
+compile_error!("nvte-ep needs panic = \"unwind\": its error boundary turns panics into C++ exceptions");
+
+pub mod backend;
+pub mod config;
+mod desc;
+pub mod dtype;
+pub mod env;
+pub mod error;
+pub mod ffi;
+pub mod handle_cache;
+mod log;
+pub mod ops;
+mod preflight;
+pub mod sys;
+pub mod tensor;

@@ -1,0 +1,426 @@
+//! What would make the libraries below abort, exit or hang, looked at before they are asked.
+
+use crate::error::{Error, Result};
+use crate::sys::nccl::{CommFacts, version_text};
+use crate::sys::{Base, NcclEpLibrary, cuda::DeviceFacts, site_packages};
+use std::ffi::OsString;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Lowest NCCL whose device interface NCCL EP 0.1 works with.
+const MIN_NCCL: i32 = 23004;
+
+/// Streaming multiprocessors for communication when the caller leaves the choice: more give no more speed on one
+/// NVLink domain (TransformerEngine takes the same).
+const AUTO_SMS: u32 = 32;
+
+/// # Errors
+/// A device older than Hopper.
+pub(crate) fn device(device: i32, facts: &DeviceFacts) -> Result<()> {
+    let (major, minor) = facts.compute_capability;
+    if major >= 9 {
+        return Ok(());
+    }
+    Err(Error::Preflight {
+        problem: format!("device {device} ({}) has compute capability {major}.{minor}", facts.name),
+        remedy: "expert parallelism needs 9.0 (Hopper) or later; NVTE_EP_RUNTIME=host runs without a GPU".into(),
+    })
+}
+
+/// # Errors
+/// An NCCL that is too old.
+pub(crate) fn nccl_version(code: i32) -> Result<()> {
+    if code >= MIN_NCCL {
+        return Ok(());
+    }
+    Err(Error::Preflight {
+        problem: format!("NCCL {} is in use, and {} or later is needed", version_text(code), version_text(MIN_NCCL)),
+        remedy: "update it (pip install -U nvidia-nccl-cu13) or set NVTE_EP_NCCL_LIB to a newer one".into(),
+    })
+}
+
+/// # Errors
+/// A communicator of another size, or of another device than the current one.
+pub(crate) fn communicator(comm: &CommFacts, ep_size: u32, device: i32) -> Result<()> {
+    if u32::try_from(comm.size) != Ok(ep_size) {
+        return Err(Error::argument(
+            "ep_comm",
+            format!("must span exactly group_config.ep_size ranks, {ep_size}"),
+            format!("a communicator of {}", comm.size),
+        )
+        .with_remedy("pass the expert-parallel sub-communicator (ncclCommSplit)"));
+    }
+    if comm.device != device {
+        return Err(Error::argument(
+            "ep_comm",
+            format!("must be on the calling thread's current device, {device}"),
+            format!("a communicator on device {}", comm.device),
+        )
+        .with_remedy("call cudaSetDevice first"));
+    }
+    Ok(())
+}
+
+/// Where one rank runs, for [`sm_cap`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// The same for ranks of one machine only.
+    pub(crate) host: u64,
+    /// The same for ranks on one device of a machine only.
+    pub(crate) device: u64,
+    /// Streaming multiprocessors of the device.
+    pub(crate) sm_count: u32,
+}
+
+/// Identifies this machine's running system.
+pub(crate) fn host_id() -> u64 {
+    use std::hash::{DefaultHasher, Hash, Hasher};
+    let mut hasher = DefaultHasher::new();
+    std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default().hash(&mut hasher);
+    hasher.finish()
+}
+
+/// The cap on streaming multiprocessors, equal on every rank. The kernels of all ranks on one device wait for each other
+/// and so must all be resident: together they may not ask for more than the device has.
+///
+/// # Errors
+/// An explicit cap that breaks this, or that is beyond a device's count.
+pub(crate) fn sm_cap(requested: Option<u32>, places: &[Place]) -> Result<u32> {
+    let sharing =
+        |place: &Place| places.iter().filter(|p| (p.host, p.device) == (place.host, place.device)).count() as u32;
+    let most = places.iter().map(|place| place.sm_count / sharing(place)).min().unwrap_or(AUTO_SMS);
+    let Some(requested) = requested else { return Ok(AUTO_SMS.min(most).max(1)) };
+    if requested <= most {
+        return Ok(requested);
+    }
+    let busiest = places.iter().max_by_key(|place| sharing(place)).map_or((0, 0), |p| (p.sm_count, sharing(p)));
+    Err(Error::argument(
+        "group_config.max_num_sms",
+        format!("must be at most {most}, since {} rank(s) share a device of {} SMs", busiest.1, busiest.0),
+        requested,
+    )
+    .with_remedy("pass 0 for an automatic choice; more would hang the first step"))
+}
+
+type Lookup<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+
+/// What NCCL EP's run-time compiler needs and how it is told: names and values of environment variables.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct JitSettings(Vec<(&'static str, PathBuf)>);
+
+/// Finds compiler, headers and cache for NCCL EP, which aborts in the first step where one is missing.
+///
+/// # Errors
+/// The missing piece, where it was looked for and how to provide it.
+pub(crate) fn jit(base: &Base, library: &NcclEpLibrary, nccl_version: i32) -> Result<JitSettings> {
+    jit_from(base.nccl_path.as_deref(), library.path.as_deref(), nccl_version, &|name| {
+        std::env::var_os(name).filter(|value| !value.is_empty())
+    })
+}
+
+fn jit_from(nccl: Option<&Path>, nccl_ep: Option<&Path>, version: i32, env: Lookup<'_>) -> Result<JitSettings> {
+    let nvcc = find_nvcc(env)?;
+    let sites = site_packages(nccl);
+    let up = |path: Option<&Path>, levels| path.and_then(|p| p.ancestors().nth(levels)).map(Path::to_path_buf);
+
+    // lib/libnccl_ep.so beside include/, or the wheel's nccl/ep/lib/cu13/libnccl_ep.so beside nccl/ep/include.
+    let homes = [env("NCCL_EP_HOME").map(PathBuf::from), up(nccl_ep, 2), up(nccl_ep, 3)].into_iter().flatten();
+    let homes = homes.chain(sites.iter().map(|site| site.join("nccl/ep")));
+    let sources = find(
+        "NCCL EP's device headers",
+        "NCCL_EP_JIT_SOURCE_DIR",
+        env,
+        homes.map(|home| home.join("include/nccl_ep")),
+        "device",
+        "install the nccl-extensions wheel, or set NCCL_EP_HOME to a folder that has include/nccl_ep",
+    )?;
+
+    let homes = [env("NCCL_HOME").map(PathBuf::from), up(nccl, 2)].into_iter().flatten();
+    let homes = homes.chain(sites.iter().map(|site| site.join("nvidia/nccl"))).map(|home| home.join("include"));
+    let nccl_headers = find(
+        "NCCL's headers",
+        "NCCL_EP_JIT_BUILD_INCLUDE_DIR",
+        env,
+        homes.chain([PathBuf::from("/usr/include")]).filter(|path| header_version(path).is_some_and(|v| v == version)),
+        "nccl.h",
+        &format!("install those of NCCL {}, the running one, or set NCCL_HOME to its folder", version_text(version)),
+    )?;
+    if let Some(found) = header_version(&nccl_headers).filter(|found| *found != version) {
+        return Err(Error::Preflight {
+            problem: format!(
+                "NCCL {} is running, but the headers for NCCL EP's compiler in {} are of {}",
+                version_text(version),
+                nccl_headers.display(),
+                version_text(found)
+            ),
+            remedy: "set NCCL_EP_JIT_BUILD_INCLUDE_DIR to headers of the running version".into(),
+        });
+    }
+
+    let homes = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(|name| env(name)).map(PathBuf::from);
+    let toolkit = nvcc.canonicalize().ok().and_then(|real| up(Some(&real), 2));
+    let cuda_headers = find(
+        "CUDA's headers",
+        "NCCL_EP_JIT_CUDA_INCLUDE_DIR",
+        env,
+        homes.chain(toolkit).chain([PathBuf::from("/usr/local/cuda")]).map(|home| home.join("include")),
+        "cuda_runtime.h",
+        "install the CUDA toolkit, or set CUDA_HOME to it",
+    )?;
+
+    Ok(JitSettings(vec![
+        ("NCCL_EP_JIT_NVCC", nvcc),
+        ("NCCL_EP_JIT_SOURCE_DIR", sources),
+        ("NCCL_EP_JIT_BUILD_INCLUDE_DIR", nccl_headers),
+        ("NCCL_EP_JIT_CUDA_INCLUDE_DIR", cuda_headers),
+        ("NCCL_EP_JIT_CACHE_DIR", cache_directory(env)?),
+    ]))
+}
+
+/// nvcc, in the order in which NCCL EP itself looks, then in the toolkit's usual place; it has to run.
+fn find_nvcc(env: Lookup<'_>) -> Result<PathBuf> {
+    let named = ["NCCL_EP_JIT_NVCC", "NVCC"].iter().find_map(|name| env(name)).map(PathBuf::from);
+    let toolkits = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(|name| env(name));
+    let candidates: Vec<PathBuf> = match named {
+        // A name without a folder is for the search path.
+        Some(named) if named.components().count() > 1 => vec![named],
+        Some(named) => on_path(env, &named),
+        None => toolkits
+            .map(|home| Path::new(&home).join("bin/nvcc"))
+            .chain(on_path(env, Path::new("nvcc")))
+            .chain([PathBuf::from("/usr/local/cuda/bin/nvcc")])
+            .collect(),
+    };
+    let mut tried = Vec::new();
+    for nvcc in candidates.into_iter().filter(|path| path.exists()) {
+        match Command::new(&nvcc).arg("--version").stdin(Stdio::null()).stderr(Stdio::null()).output() {
+            Ok(output) if output.status.success() => return Ok(nvcc),
+            Ok(output) => tried.push(format!("{}: {}", nvcc.display(), output.status)),
+            Err(error) => tried.push(format!("{}: {error}", nvcc.display())),
+        }
+    }
+    let tried = if tried.is_empty() { "none found".into() } else { tried.join(", ") };
+    Err(Error::Preflight {
+        problem: format!("NCCL EP compiles its kernels at run time and needs nvcc ({tried})"),
+        remedy: "install the CUDA toolkit's compiler, or set NCCL_EP_JIT_NVCC or CUDA_HOME".into(),
+    })
+}
+
+fn on_path(env: Lookup<'_>, program: &Path) -> Vec<PathBuf> {
+    env("PATH")
+        .map(|path| std::env::split_paths(&path).map(|folder| folder.join(program)).collect())
+        .unwrap_or_default()
+}
+
+/// The folder that `variable` names, or the first of `candidates`, that has `member` in it.
+fn find(
+    what: &str,
+    variable: &'static str,
+    env: Lookup<'_>,
+    candidates: impl Iterator<Item = PathBuf>,
+    member: &str,
+    remedy: &str,
+) -> Result<PathBuf> {
+    let mut tried = Vec::new();
+    let candidates: Vec<_> = match env(variable) {
+        Some(named) => vec![named.into()],
+        None => candidates.collect(),
+    };
+    for folder in candidates {
+        if folder.join(member).exists() {
+            return Ok(folder);
+        }
+        tried.push(folder.display().to_string());
+    }
+    let tried = if tried.is_empty() { "nowhere to look".into() } else { format!("not in {}", tried.join(", ")) };
+    Err(Error::Preflight {
+        problem: format!("{what} ({member}) were not found for NCCL EP's run-time compiler ({tried})"),
+        remedy: format!("{remedy}, or set {variable}"),
+    })
+}
+
+/// NCCL_VERSION_CODE of the nccl.h in `folder`.
+fn header_version(folder: &Path) -> Option<i32> {
+    let text = std::fs::read_to_string(folder.join("nccl.h")).ok()?;
+    let line = text.lines().find_map(|line| line.trim().strip_prefix("#define NCCL_VERSION_CODE"))?;
+    line.trim().parse().ok()
+}
+
+/// The folder for compiled kernels: the user's choice, or one of this user's own (NCCL EP's default is shared by all
+/// users of the machine). It has to be writable, and nobody else's.
+fn cache_directory(env: Lookup<'_>) -> Result<PathBuf> {
+    const VARIABLE: &str = "NCCL_EP_JIT_CACHE_DIR";
+    // SAFETY: cannot fail and touches nothing.
+    let user = unsafe { libc::geteuid() };
+    let chosen = env(VARIABLE).map(PathBuf::from);
+    let folder = chosen.clone().unwrap_or_else(|| {
+        env("TMPDIR").map_or_else(|| PathBuf::from("/tmp"), PathBuf::from).join(format!("nvte_ep_jit_{user}"))
+    });
+    let refuse = |why: String| Error::Preflight {
+        problem: format!("NCCL EP's compile cache {} {why}", folder.display()),
+        remedy: format!("set {VARIABLE} to a folder that you can write"),
+    };
+    let mut builder = std::fs::DirBuilder::new();
+    builder.recursive(true).mode(0o700).create(&folder).map_err(|e| refuse(format!("cannot be made: {e}")))?;
+    let owner = folder.metadata().map_err(|e| refuse(format!("cannot be read: {e}")))?.uid();
+    if chosen.is_none() && owner != user {
+        return Err(refuse(format!("belongs to user {owner}")));
+    }
+    let probe = folder.join(format!(".nvte_ep_probe_{}", std::process::id()));
+    std::fs::write(&probe, b"").map_err(|e| refuse(format!("cannot be written: {e}")))?;
+    let _ = std::fs::remove_file(&probe);
+    Ok(folder)
+}
+
+impl JitSettings {
+    /// Sets what the user left unset, for NCCL EP to read.
+    ///
+    /// NCCL EP uses every multiprocessor for the scan and permute kernels unless told otherwise, but takes the cap of
+    /// the group for them when one is given; `sm_count` keeps them wide, as TransformerEngine does.
+    pub(crate) fn export(self, sm_count: u32) {
+        let wide = OsString::from(sm_count.to_string());
+        let counts = ["NCCL_EP_SHUFFLE_SMS", "NCCL_EP_PREPROCESS_NUM_SMS"].map(|name| (name, wide.clone()));
+        for (name, value) in self.0.into_iter().map(|(name, path)| (name, path.into_os_string())).chain(counts) {
+            if std::env::var_os(name).is_none_or(|value| value.is_empty()) {
+                // SAFETY: done once per process, in initialize, before NCCL EP reads it. A program that changes its
+                // environment in another thread at the same time has that race with every getenv of the libraries.
+                unsafe { std::env::set_var(name, value) };
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashMap;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn versions_and_devices() {
+        nccl_version(23004).unwrap();
+        let text = nccl_version(22907).unwrap_err().to_string();
+        assert!(text.starts_with("NCCL 2.29.7 is in use, and 2.30.4 or later is needed; update it"), "{text}");
+        let mut facts = DeviceFacts { compute_capability: (9, 0), sm_count: 132, pci: (0, 1, 0), name: "A GPU".into() };
+        device(0, &facts).unwrap();
+        facts.compute_capability = (8, 0);
+        let text = device(3, &facts).unwrap_err().to_string();
+        assert!(text.starts_with("device 3 (A GPU) has compute capability 8.0; "), "{text}");
+    }
+
+    #[test]
+    fn the_communicator_has_to_fit() {
+        let comm = CommFacts { size: 4, rank: 1, device: 2 };
+        communicator(&comm, 4, 2).unwrap();
+        let text = communicator(&comm, 2, 2).unwrap_err().to_string();
+        assert!(text.contains("exactly group_config.ep_size ranks, 2, got a communicator of 4"), "{text}");
+        let text = communicator(&comm, 4, 0).unwrap_err().to_string();
+        assert!(text.contains("current device, 0, got a communicator on device 2"), "{text}");
+    }
+
+    #[test]
+    fn multiprocessors_are_shared_out() {
+        let place = |host, device| Place { host, device, sm_count: 132 };
+        let apart: Vec<_> = (0..8).map(|device| place(1, device)).collect();
+        let (two, eight) = (vec![place(1, 0); 2], vec![place(1, 0); 8]);
+        assert_eq!(sm_cap(None, &apart).unwrap(), 32);
+        assert_eq!(sm_cap(None, &two).unwrap(), 32);
+        assert_eq!(sm_cap(None, &eight).unwrap(), 16);
+        assert_eq!(sm_cap(Some(66), &two).unwrap(), 66);
+        assert_eq!(sm_cap(Some(132), &[place(1, 0), place(2, 0)]).unwrap(), 132);
+        let text = sm_cap(Some(32), &eight).unwrap_err().to_string();
+        assert!(text.contains("must be at most 16, since 8 rank(s) share a device of 132 SMs, got 32"), "{text}");
+        assert!(sm_cap(Some(133), &apart).is_err());
+    }
+
+    struct Installation {
+        root: PathBuf,
+        variables: HashMap<&'static str, OsString>,
+    }
+
+    impl Installation {
+        /// A toolkit, NCCL 2.30.7 and NCCL EP below a folder of its own.
+        fn new(name: &str) -> Self {
+            let root = std::env::temp_dir().join(format!("nvte_ep_preflight_{name}_{}", std::process::id()));
+            let _ = std::fs::remove_dir_all(&root);
+            for folder in
+                ["cuda/bin", "cuda/include", "nccl/include", "nccl/lib", "ep/include/nccl_ep/device", "ep/lib"]
+            {
+                std::fs::create_dir_all(root.join(folder)).unwrap();
+            }
+            std::fs::write(root.join("cuda/bin/nvcc"), "#!/bin/sh\nexit 0\n").unwrap();
+            std::fs::set_permissions(root.join("cuda/bin/nvcc"), std::fs::Permissions::from_mode(0o755)).unwrap();
+            std::fs::write(root.join("cuda/include/cuda_runtime.h"), "").unwrap();
+            std::fs::write(root.join("nccl/include/nccl.h"), "#define NCCL_VERSION_CODE 23007\n").unwrap();
+            let variables = HashMap::from([
+                ("CUDA_HOME", root.join("cuda").into_os_string()),
+                ("TMPDIR", root.join("tmp").into_os_string()),
+            ]);
+            Self { root, variables }
+        }
+
+        fn jit(&self) -> Result<JitSettings> {
+            let (nccl, ep) = (self.root.join("nccl/lib/libnccl.so.2"), self.root.join("ep/lib/libnccl_ep.so"));
+            jit_from(Some(&nccl), Some(&ep), 23007, &|name| self.variables.get(name).cloned())
+        }
+    }
+
+    impl Drop for Installation {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.root);
+        }
+    }
+
+    #[test]
+    fn everything_is_found_from_the_libraries_places() {
+        let installation = Installation::new("found");
+        let JitSettings(found) = installation.jit().unwrap();
+        let root = &installation.root;
+        assert_eq!(found[0], ("NCCL_EP_JIT_NVCC", root.join("cuda/bin/nvcc")));
+        assert_eq!(found[1], ("NCCL_EP_JIT_SOURCE_DIR", root.join("ep/include/nccl_ep")));
+        assert_eq!(found[2], ("NCCL_EP_JIT_BUILD_INCLUDE_DIR", root.join("nccl/include")));
+        assert_eq!(found[3], ("NCCL_EP_JIT_CUDA_INCLUDE_DIR", root.join("cuda/include")));
+        assert_eq!(found[4].0, "NCCL_EP_JIT_CACHE_DIR");
+        assert_eq!(found[4].1.metadata().unwrap().permissions().mode() & 0o777, 0o700);
+    }
+
+    #[test]
+    fn a_missing_piece_is_named_with_its_remedy() {
+        let mut installation = Installation::new("missing");
+        installation.variables.insert("NCCL_EP_JIT_NVCC", "/nonexistent/nvcc".into());
+        let text = installation.jit().unwrap_err().to_string();
+        assert!(
+            text.contains("needs nvcc (none found)") && text.contains("set NCCL_EP_JIT_NVCC or CUDA_HOME"),
+            "{text}"
+        );
+        installation.variables.remove("NCCL_EP_JIT_NVCC");
+
+        std::fs::write(installation.root.join("cuda/bin/nvcc"), "#!/bin/sh\nexit 3\n").unwrap();
+        assert!(installation.jit().unwrap_err().to_string().contains("exit status: 3"));
+        std::fs::write(installation.root.join("cuda/bin/nvcc"), "#!/bin/sh\nexit 0\n").unwrap();
+
+        let other = installation.root.join("other");
+        std::fs::create_dir_all(&other).unwrap();
+        std::fs::write(other.join("nccl.h"), "#define NCCL_VERSION_CODE 22907\n").unwrap();
+        installation.variables.insert("NCCL_EP_JIT_BUILD_INCLUDE_DIR", other.into_os_string());
+        let text = installation.jit().unwrap_err().to_string();
+        assert!(text.contains("NCCL 2.30.7 is running") && text.contains("are of 2.29.7"), "{text}");
+        installation.variables.remove("NCCL_EP_JIT_BUILD_INCLUDE_DIR");
+
+        std::fs::remove_dir_all(installation.root.join("ep/include")).unwrap();
+        let text = installation.jit().unwrap_err().to_string();
+        assert!(text.contains("NCCL EP's device headers (device) were not found"), "{text}");
+        assert!(text.contains("or set NCCL_EP_JIT_SOURCE_DIR"), "{text}");
+    }
+
+    #[test]
+    fn an_unusable_cache_is_refused() {
+        let mut installation = Installation::new("cache");
+        let blocker = installation.root.join("file");
+        std::fs::write(&blocker, "").unwrap();
+        installation.variables.insert("NCCL_EP_JIT_CACHE_DIR", blocker.join("cache").into_os_string());
+        let text = installation.jit().unwrap_err().to_string();
+        assert!(text.contains("compile cache") && text.contains("cannot be made"), "{text}");
+    }
+}

@@ -1,0 +1,214 @@
+//! The CUDA driver. The driver interface rather than the runtime: it is the one library that every process with a GPU
+//! has, whatever CUDA runtime its program brings, linked statically or not; streams and devices are the same objects.
+
+use super::fn_table;
+use crate::error::{Error, Result};
+use nvte_ep_bindings as b;
+use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void};
+use std::time::{Duration, Instant};
+
+fn_table! {
+    /// The driver's functions.
+    pub struct Cuda, abi "C";
+    required {
+        cuInit: fn(c_uint) -> b::CUresult;
+        cuDriverGetVersion: fn(*mut c_int) -> b::CUresult;
+        cuGetErrorName: fn(b::CUresult, *mut *const c_char) -> b::CUresult;
+        cuGetErrorString: fn(b::CUresult, *mut *const c_char) -> b::CUresult;
+        cuDeviceGetCount: fn(*mut c_int) -> b::CUresult;
+        cuDeviceGetName: fn(*mut c_char, c_int, b::CUdevice) -> b::CUresult;
+        cuDeviceGetAttribute: fn(*mut c_int, b::CUdevice_attribute, b::CUdevice) -> b::CUresult;
+        cuDevicePrimaryCtxRetain: fn(*mut b::CUcontext, b::CUdevice) -> b::CUresult;
+        cuCtxSetCurrent: fn(b::CUcontext) -> b::CUresult;
+        cuCtxGetDevice: fn(*mut b::CUdevice) -> b::CUresult;
+        cuCtxSynchronize: fn() -> b::CUresult;
+        cuStreamCreate: fn(*mut b::CUstream, c_uint) -> b::CUresult;
+        cuStreamDestroy_v2: fn(b::CUstream) -> b::CUresult;
+        cuStreamQuery: fn(b::CUstream) -> b::CUresult;
+        cuStreamSynchronize: fn(b::CUstream) -> b::CUresult;
+        cuEventCreate: fn(*mut b::CUevent, c_uint) -> b::CUresult;
+        cuEventDestroy_v2: fn(b::CUevent) -> b::CUresult;
+        cuEventRecord: fn(b::CUevent, b::CUstream) -> b::CUresult;
+        cuEventSynchronize: fn(b::CUevent) -> b::CUresult;
+        cuEventElapsedTime_v2: fn(*mut f32, b::CUevent, b::CUevent) -> b::CUresult;
+        cuMemAlloc_v2: fn(*mut b::CUdeviceptr, usize) -> b::CUresult;
+        cuMemFree_v2: fn(b::CUdeviceptr) -> b::CUresult;
+        cuMemcpyHtoDAsync_v2: fn(b::CUdeviceptr, *const c_void, usize, b::CUstream) -> b::CUresult;
+        cuMemcpyDtoHAsync_v2: fn(*mut c_void, b::CUdeviceptr, usize, b::CUstream) -> b::CUresult;
+        cuMemsetD8Async: fn(b::CUdeviceptr, c_uchar, usize, b::CUstream) -> b::CUresult;
+    }
+    optional {}
+}
+
+/// A CUDA stream as its address; 0 is the default stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stream(pub usize);
+
+impl Stream {
+    /// The C handle.
+    #[must_use]
+    pub fn as_raw(self) -> b::CUstream {
+        std::ptr::with_exposed_provenance_mut(self.0)
+    }
+}
+
+/// What one device is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceFacts {
+    /// Compute capability, major and minor.
+    pub compute_capability: (i32, i32),
+    /// Number of streaming multiprocessors.
+    pub sm_count: i32,
+    /// PCI domain, bus and device: tells whether two ranks of one machine share a device.
+    pub pci: (i32, i32, i32),
+    /// The product's name.
+    pub name: String,
+}
+
+impl Cuda {
+    /// `Ok` for `CUDA_SUCCESS`, else [`Error::Library`] with the driver's name and text for the code.
+    ///
+    /// # Errors
+    /// Every other code.
+    pub fn check(&self, call: &'static str, code: b::CUresult) -> Result<()> {
+        if code == b::CUDA_SUCCESS {
+            return Ok(());
+        }
+        let (mut name, mut text) = (std::ptr::null(), std::ptr::null());
+        // SAFETY: `name` is a live pointer; the driver leaves it null for a code that it does not know.
+        unsafe { (self.cuGetErrorName)(code, &raw mut name) };
+        // SAFETY: as above.
+        unsafe { (self.cuGetErrorString)(code, &raw mut text) };
+        let read = |pointer: *const c_char| {
+            if pointer.is_null() {
+                return "unknown error".to_owned();
+            }
+            // SAFETY: the driver's strings are NUL-terminated and live as long as the process.
+            unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
+        };
+        Err(Error::Library { call, code: i64::from(code), text: format!("{}: {}", read(name), read(text)) })
+    }
+
+    /// Number of devices; an error when the driver finds no usable one.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn device_count(&self) -> Result<i32> {
+        // SAFETY: takes flags, which must be 0.
+        self.check("cuInit", unsafe { (self.cuInit)(0) })?;
+        let mut count = 0;
+        // SAFETY: `count` is a live int.
+        self.check("cuDeviceGetCount", unsafe { (self.cuDeviceGetCount)(&raw mut count) })?;
+        Ok(count)
+    }
+
+    /// The calling thread's current device. A thread that has none yet gets device 0, as the CUDA runtime does.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn current_device(&self) -> Result<i32> {
+        let mut device = 0;
+        // SAFETY: `device` is a live int.
+        match unsafe { (self.cuCtxGetDevice)(&raw mut device) } {
+            b::CUDA_ERROR_INVALID_CONTEXT | b::CUDA_ERROR_NOT_INITIALIZED => {
+                self.set_current_device(0)?;
+                Ok(0)
+            }
+            code => self.check("cuCtxGetDevice", code).map(|()| device),
+        }
+    }
+
+    /// Makes the primary context of `device` current on the calling thread, as `cudaSetDevice` does.
+    ///
+    /// # Errors
+    /// The driver's; or an argument error for a device that does not exist.
+    pub fn set_current_device(&self, device: i32) -> Result<()> {
+        let count = self.device_count()?;
+        if !(0..count).contains(&device) {
+            return Err(Error::argument("device", format!("must be below the device count {count}"), device));
+        }
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the driver is initialised, the device exists, and `context` is a live pointer. The primary context is
+        // retained and never released: it belongs to the process.
+        let code = unsafe { (self.cuDevicePrimaryCtxRetain)(&raw mut context, device) };
+        self.check("cuDevicePrimaryCtxRetain", code)?;
+        // SAFETY: `context` is the primary context just retained.
+        self.check("cuCtxSetCurrent", unsafe { (self.cuCtxSetCurrent)(context) })
+    }
+
+    /// What `device` is.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn device_facts(&self, device: i32) -> Result<DeviceFacts> {
+        let attribute = |attribute| {
+            let mut value = 0;
+            // SAFETY: `value` is a live int.
+            let code = unsafe { (self.cuDeviceGetAttribute)(&raw mut value, attribute, device) };
+            self.check("cuDeviceGetAttribute", code).map(|()| value)
+        };
+        let mut name = [0 as c_char; 256];
+        // SAFETY: `name` holds as many bytes as its length says.
+        let code = unsafe { (self.cuDeviceGetName)(name.as_mut_ptr(), name.len() as c_int, device) };
+        self.check("cuDeviceGetName", code)?;
+        // SAFETY: the driver terminates the name within the buffer.
+        let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
+        Ok(DeviceFacts {
+            compute_capability: (
+                attribute(b::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                attribute(b::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            ),
+            sm_count: attribute(b::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            pci: (
+                attribute(b::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)?,
+                attribute(b::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID)?,
+                attribute(b::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)?,
+            ),
+            name,
+        })
+    }
+
+    /// Waits for the work queued on `stream`, but not longer than `limit`; `what` says in the time-out's text what was
+    /// waited for.
+    ///
+    /// # Errors
+    /// [`Error::TimeOut`], or the error of the queued work.
+    ///
+    /// # Safety
+    /// `stream` is a live stream of the current device.
+    pub unsafe fn wait(&self, stream: Stream, limit: Option<Duration>, what: &str, remedy: &str) -> Result<()> {
+        let start = Instant::now();
+        loop {
+            // SAFETY: the caller vouches for the stream.
+            match unsafe { (self.cuStreamQuery)(stream.as_raw()) } {
+                b::CUDA_ERROR_NOT_READY => {}
+                code => return self.check("cuStreamQuery", code),
+            }
+            let waited = start.elapsed();
+            if limit.is_some_and(|limit| waited > limit) {
+                return Err(Error::TimeOut {
+                    waited_for: what.into(),
+                    milliseconds: waited.as_millis() as u64,
+                    remedy: remedy.into(),
+                });
+            }
+            // Short at first for the common quick case, then easy on the processor.
+            std::thread::sleep(Duration::from_micros(if waited.as_millis() < 5 { 20 } else { 500 }));
+        }
+    }
+
+    /// Queues zeroes over `bytes` bytes at the device address `address`.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// The memory is the caller's to write, on the device of `stream`.
+    pub unsafe fn zero(&self, address: u64, bytes: usize, stream: Stream) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller vouches for memory and stream.
+        self.check("cuMemsetD8Async", unsafe { (self.cuMemsetD8Async)(address, 0, bytes, stream.as_raw()) })
+    }
+}

@@ -1,0 +1,199 @@
+//! Where each library is looked for, and in which order (docs/environment.md lists it for users).
+
+use super::{Base, cuda, nccl, nccl_ep as ep};
+use crate::env::{Env, RuntimeKind};
+use crate::error::{Error, Result};
+use libloading::Library;
+use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
+use std::ffi::{CStr, OsStr, c_void};
+use std::path::{Path, PathBuf};
+
+/// NCCL EP and where it came from, which tells where its device headers are.
+#[derive(Debug)]
+pub struct NcclEpLibrary {
+    /// Its functions.
+    pub functions: ep::NcclEp,
+    /// The file it was loaded from; none when the loader does not tell.
+    pub path: Option<PathBuf>,
+}
+
+pub(super) fn base(env: &Env) -> Result<Base> {
+    if env.runtime == RuntimeKind::Host {
+        let host = host_library(env)?;
+        return Ok(Base {
+            runtime: RuntimeKind::Host,
+            cuda: cuda::Cuda::from_library(host).map_err(|e| incomplete(HOST, &e))?,
+            nccl: nccl::Nccl::from_library(host).map_err(|e| incomplete(HOST, &e))?,
+            nccl_path: None,
+        });
+    }
+    let remedy = "install the NVIDIA driver, or set NVTE_EP_RUNTIME=host to run without a GPU";
+    let driver = open_first("the CUDA driver", remedy, ["libcuda.so.1".into()])?;
+    let nccl = nccl_library(env)?;
+    let table = nccl::Nccl::from_library(nccl).map_err(|e| incomplete("NCCL", &e))?;
+    Ok(Base {
+        runtime: RuntimeKind::Cuda,
+        cuda: cuda::Cuda::from_library(driver).map_err(|e| incomplete("the CUDA driver", &e))?,
+        nccl_path: file_of(table.ncclGetVersion as *const c_void),
+        nccl: table,
+    })
+}
+
+pub(super) fn nccl_ep(base: &Base, env: &Env) -> Result<NcclEpLibrary> {
+    let library = if base.runtime == RuntimeKind::Host {
+        host_library(env)?
+    } else {
+        let remedy = "install NCCL EP (pip install nccl-extensions) or set NVTE_EP_NCCL_EP_LIB to libnccl_ep.so";
+        open_first("NCCL EP", remedy, nccl_ep_candidates(base, env))?
+    };
+    let functions = ep::NcclEp::from_library(library).map_err(|e| incomplete("NCCL EP", &e))?;
+    Ok(NcclEpLibrary { path: file_of(functions.ncclEpDispatch as *const c_void), functions })
+}
+
+const HOST: &str = "the host runtime";
+
+fn host_library(env: &Env) -> Result<&'static Library> {
+    let name = "libnvte_ep_host.so";
+    let candidates = match &env.host_lib {
+        Some(path) => vec![path.clone()],
+        None => own_directory()
+            .map(|directory| directory.join(name))
+            .into_iter()
+            .chain([PathBuf::from(format!("{name}.1"))])
+            .collect(),
+    };
+    open_first(HOST, "build it (cargo build --release) or set NVTE_EP_HOST_LIB to its path", candidates)
+}
+
+/// NCCL: the named file, else what the process has, else the loader's. Never a plain `libnccl.so`, which can be another
+/// NCCL than the one that made the communicator.
+fn nccl_library(env: &Env) -> Result<&'static Library> {
+    let remedy = "install NCCL 2.30.4 or later (pip install nvidia-nccl-cu13) or set NVTE_EP_NCCL_LIB to its path";
+    if let Some(path) = &env.nccl_lib {
+        return open_first("NCCL", remedy, [path.clone()]);
+    }
+    let process: Library = UnixLibrary::this().into();
+    // SAFETY: only the symbol's presence is asked for; it is not called.
+    if unsafe { process.get::<*const c_void>(b"ncclCommCount\0") }.is_ok() {
+        return Ok(Box::leak(Box::new(process)));
+    }
+    open_first("NCCL", remedy, ["libnccl.so.2".into()])
+}
+
+/// The places of design decision 4, in order.
+fn nccl_ep_candidates(base: &Base, env: &Env) -> Vec<PathBuf> {
+    if let Some(path) = &env.nccl_ep_lib {
+        return vec![path.clone()];
+    }
+    let names = ["libnccl_ep.so.0", "libnccl_ep.so"];
+    let mut candidates = Vec::new();
+    if let Some(home) = std::env::var_os("NCCL_EP_HOME").filter(|home| !home.is_empty()) {
+        for folder in ["lib", "lib64"] {
+            candidates.extend(names.map(|name| Path::new(&home).join(folder).join(name)));
+        }
+    }
+    if let Some(own) = own_directory() {
+        candidates.extend(names.map(|name| own.join(name)));
+    }
+    // Files that are not there say nothing; bare names go to the loader, which reports its own search.
+    candidates.retain(|path| path.exists());
+    candidates.extend(names.map(PathBuf::from));
+    for site in site_packages(base.nccl_path.as_deref()) {
+        for cuda in ["cu13", "cu12"] {
+            candidates.push(site.join("nccl/ep/lib").join(cuda).join("libnccl_ep.so"));
+        }
+        candidates.push(site.join("transformer_engine/wheel_lib/libnccl_ep.so"));
+    }
+    candidates.retain(|path| path.components().count() == 1 || path.exists());
+    candidates
+}
+
+/// Site-packages folders of the active Python environment: the one that the running NCCL came from, those on
+/// `PYTHONPATH`, and the virtual or conda environment's.
+pub(crate) fn site_packages(nccl: Option<&Path>) -> Vec<PathBuf> {
+    let mut found: Vec<PathBuf> = Vec::new();
+    let mut add = |path: PathBuf| {
+        if path.is_dir() && !found.contains(&path) {
+            found.push(path);
+        }
+    };
+    // .../site-packages/nvidia/nccl/lib/libnccl.so.2
+    if let Some(site) = nccl.and_then(|path| path.ancestors().nth(4)) {
+        add(site.to_path_buf());
+    }
+    if let Some(paths) = std::env::var_os("PYTHONPATH") {
+        std::env::split_paths(&paths).for_each(&mut add);
+    }
+    for root in ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(std::env::var_os) {
+        let Ok(entries) = Path::new(&root).join("lib").read_dir() else { continue };
+        for entry in entries.flatten().filter(|e| e.file_name().to_string_lossy().starts_with("python3")) {
+            add(entry.path().join("site-packages"));
+        }
+    }
+    found
+}
+
+/// Opens the first candidate that loads. The library stays loaded for the life of the process: its functions are kept
+/// in statics and its threads and CUDA state cannot be unloaded. `RTLD_LOCAL`, since NCCL EP exports C++ internals that
+/// must not meet anyone else's.
+fn open_first(
+    library: &'static str,
+    remedy: &str,
+    candidates: impl IntoIterator<Item = PathBuf>,
+) -> Result<&'static Library> {
+    let mut tried = Vec::new();
+    for candidate in candidates {
+        // SAFETY: loading runs the library's constructors; these are the vendor's libraries or those the user named.
+        match unsafe { UnixLibrary::open(Some(&candidate), RTLD_NOW | RTLD_LOCAL) } {
+            Ok(opened) => {
+                tracing::debug!(target: "nvte_ep", library, path = %candidate.display(), "loaded");
+                return Ok(Box::leak(Box::new(opened.into())));
+            }
+            Err(error) => tried.push(format!("{}: {}", candidate.display(), chain(&error))),
+        }
+    }
+    Err(Error::Load { library, tried, remedy: remedy.into() })
+}
+
+fn incomplete(library: &'static str, error: &libloading::Error) -> Error {
+    Error::Load {
+        library,
+        tried: vec![chain(error)],
+        remedy: "the library found lacks a function: install a current one".into(),
+    }
+}
+
+/// An error with all its sources.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text = format!("{text}: {error}");
+        source = error.source();
+    }
+    text
+}
+
+/// The folder of the library or program that contains this code.
+#[must_use]
+pub fn own_directory() -> Option<PathBuf> {
+    file_of(own_directory as *const c_void)?.parent().map(Path::to_path_buf)
+}
+
+/// The file that a function was loaded from, with links resolved.
+fn file_of(function: *const c_void) -> Option<PathBuf> {
+    let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
+    // SAFETY: `info` is writable; any address may be asked for.
+    if unsafe { libc::dladdr(function, info.as_mut_ptr()) } == 0 {
+        return None;
+    }
+    // SAFETY: all-zero is a valid Dl_info, and dladdr filled it.
+    let name = unsafe { info.assume_init() }.dli_fname;
+    if name.is_null() {
+        return None;
+    }
+    // SAFETY: dladdr's file name is a NUL-terminated string that lives as long as the object is loaded.
+    let name = unsafe { CStr::from_ptr(name) };
+    let path = Path::new(<OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(name.to_bytes()));
+    Some(path.canonicalize().unwrap_or_else(|_| path.to_path_buf()))
+}

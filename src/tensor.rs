@@ -1,0 +1,243 @@
+//! A tensor as the core sees it: data type, shape and where it lies. No C types; addresses are numbers here.
+#![forbid(unsafe_code)]
+
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use std::fmt;
+
+/// Most dimensions a tensor has.
+pub const MAX_DIMS: usize = 15;
+
+/// A tensor's dimensions.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    sizes: [usize; MAX_DIMS],
+    ndim: usize,
+}
+
+impl Shape {
+    /// The shape with these sizes; none when there are more than [`MAX_DIMS`].
+    #[must_use]
+    pub fn new(sizes: &[usize]) -> Option<Self> {
+        let mut shape = Self { sizes: [0; MAX_DIMS], ndim: sizes.len() };
+        shape.sizes.get_mut(..sizes.len())?.copy_from_slice(sizes);
+        Some(shape)
+    }
+
+    /// The sizes.
+    #[must_use]
+    pub fn sizes(&self) -> &[usize] {
+        &self.sizes[..self.ndim]
+    }
+
+    /// Product of the sizes; none when it does not fit.
+    #[must_use]
+    pub fn numel(&self) -> Option<usize> {
+        if self.sizes().contains(&0) {
+            return Some(0);
+        }
+        self.sizes().iter().try_fold(1usize, |product, &size| product.checked_mul(size))
+    }
+}
+
+impl fmt::Debug for Shape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.sizes())
+    }
+}
+
+/// A place in symmetric memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Window {
+    /// NCCL's window handle, as its address; never 0.
+    pub handle: usize,
+    /// Bytes from the window's start.
+    pub offset: u64,
+}
+
+/// A tensor that a caller passed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorView {
+    /// Its argument's C name.
+    pub name: &'static str,
+    /// Data type.
+    pub dtype: DType,
+    /// Dimensions.
+    pub shape: Shape,
+    /// Address of the first element; 0 = none.
+    pub data: u64,
+    /// Its place in symmetric memory, which then counts instead of `data`.
+    pub window: Option<Window>,
+}
+
+/// Every base address and window offset that kernels copy rows from or to (NCCL EP's bulk copies work on 16 bytes).
+const ROW_ALIGNMENT: u64 = 16;
+
+impl TensorView {
+    fn refuse(&self, required: impl Into<String>, found: impl fmt::Display) -> Error {
+        Error::argument(self.name, required, found)
+    }
+
+    /// The sizes of a matrix.
+    ///
+    /// # Errors
+    /// Other numbers of dimensions; `layout` names the two in the message.
+    pub fn matrix(&self, layout: &str) -> Result<(usize, usize)> {
+        match *self.shape.sizes() {
+            [rows, columns] => Ok((rows, columns)),
+            _ => Err(self.wrong_ndim(2, layout)),
+        }
+    }
+
+    /// The length of a vector.
+    ///
+    /// # Errors
+    /// Other numbers of dimensions; `layout` names the one in the message.
+    pub fn vector(&self, layout: &str) -> Result<usize> {
+        match *self.shape.sizes() {
+            [length] => Ok(length),
+            _ => Err(self.wrong_ndim(1, layout)),
+        }
+    }
+
+    fn wrong_ndim(&self, ndim: usize, layout: &str) -> Error {
+        self.refuse(format!("must be {ndim}D {layout}"), format!("{}D {:?}", self.shape.sizes().len(), self.shape))
+    }
+
+    /// # Errors
+    /// A data type that is not among `accepted`.
+    pub fn require_dtype(&self, accepted: &[DType]) -> Result<()> {
+        if accepted.contains(&self.dtype) {
+            return Ok(());
+        }
+        let names: Vec<_> = accepted.iter().map(DType::to_string).collect();
+        Err(self.refuse(format!("must have dtype {}", names.join(" or ")), self.dtype))
+    }
+
+    /// # Errors
+    /// A data type other than that of `other`.
+    pub fn require_dtype_of(&self, other: &Self) -> Result<()> {
+        if self.dtype == other.dtype {
+            return Ok(());
+        }
+        Err(self.refuse(format!("must have the dtype of {}, {}", other.name, other.dtype), self.dtype))
+    }
+
+    /// # Errors
+    /// A tensor with elements but neither data nor window, or one off a multiple of `alignment` bytes.
+    pub fn require_storage(&self, alignment: u64) -> Result<()> {
+        if self.shape.numel() == Some(0) {
+            return Ok(());
+        }
+        if let Some(window) = self.window {
+            return if window.offset.is_multiple_of(alignment) {
+                Ok(())
+            } else {
+                let name = format!("{}_win.offset", self.name);
+                Err(Error::argument(name, format!("must be a multiple of {alignment} bytes"), window.offset))
+            };
+        }
+        if self.data == 0 {
+            return Err(
+                self.refuse("must have data (only a tensor without elements may have none)", "a NULL data pointer")
+            );
+        }
+        if !self.data.is_multiple_of(alignment) {
+            let found = format!("address {:#x}", self.data);
+            return Err(self.refuse(format!("must start at a multiple of {alignment} bytes"), found));
+        }
+        Ok(())
+    }
+
+    /// As [`TensorView::require_storage`] for rows that kernels copy.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn require_row_storage(&self) -> Result<()> {
+        self.require_storage(ROW_ALIGNMENT)
+    }
+
+    /// As [`TensorView::require_storage`] for single elements.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn require_element_storage(&self) -> Result<()> {
+        self.require_storage(self.dtype.bytes(1) as u64)
+    }
+
+    /// The same tensor cut to its first `rows` rows.
+    ///
+    /// # Panics
+    /// If it has no dimension or fewer rows: callers check first.
+    #[must_use]
+    pub fn first_rows(mut self, rows: usize) -> Self {
+        assert!(self.shape.sizes().first().is_some_and(|&have| have >= rows), "rows were checked before");
+        self.shape.sizes[0] = rows;
+        self
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) fn view(name: &'static str, dtype: DType, sizes: &[usize]) -> TensorView {
+        TensorView { name, dtype, shape: Shape::new(sizes).unwrap(), data: 0x1000, window: None }
+    }
+
+    #[test]
+    fn shapes() {
+        assert_eq!(Shape::new(&[2, 3]).unwrap().numel(), Some(6));
+        assert_eq!(Shape::new(&[]).unwrap().numel(), Some(1));
+        assert_eq!(Shape::new(&[usize::MAX, 2]).unwrap().numel(), None);
+        assert_eq!(Shape::new(&[usize::MAX, 0, 7]).unwrap().numel(), Some(0));
+        assert!(Shape::new(&[1; 15]).is_some() && Shape::new(&[1; 16]).is_none());
+    }
+
+    #[test]
+    fn texts_name_argument_rule_and_finding() {
+        let recv = view("recv_tokens", DType::Float16, &[4096]);
+        assert_eq!(
+            recv.matrix("[recv_T, hidden_dim]").unwrap_err().to_string(),
+            "recv_tokens must be 2D [recv_T, hidden_dim], got 1D [4096]"
+        );
+        assert_eq!(recv.vector("[n]").unwrap(), 4096);
+        assert_eq!(
+            recv.require_dtype_of(&view("tokens", DType::BFloat16, &[1, 1])).unwrap_err().to_string(),
+            "recv_tokens must have the dtype of tokens, bfloat16, got float16"
+        );
+        assert_eq!(
+            recv.require_dtype(&[DType::Int32, DType::Int64]).unwrap_err().to_string(),
+            "recv_tokens must have dtype int32 or int64, got float16"
+        );
+    }
+
+    #[test]
+    fn storage() {
+        let mut tensor = view("tokens", DType::BFloat16, &[2, 8]);
+        tensor.require_row_storage().unwrap();
+        tensor.data = 0x1008;
+        assert_eq!(
+            tensor.require_row_storage().unwrap_err().to_string(),
+            "tokens must start at a multiple of 16 bytes, got address 0x1008"
+        );
+        tensor.require_element_storage().unwrap();
+        tensor.data = 0;
+        assert!(tensor.require_row_storage().unwrap_err().to_string().contains("NULL data pointer"));
+        tensor.window = Some(Window { handle: 1, offset: 4096 });
+        tensor.require_row_storage().unwrap();
+        tensor.window = Some(Window { handle: 1, offset: 8 });
+        assert_eq!(
+            tensor.require_row_storage().unwrap_err().to_string(),
+            "tokens_win.offset must be a multiple of 16 bytes, got 8"
+        );
+        let mut empty = view("tokens", DType::BFloat16, &[0, 8]);
+        empty.data = 0;
+        empty.require_row_storage().unwrap();
+    }
+
+    #[test]
+    fn cut_to_rows() {
+        assert_eq!(view("grad", DType::Float32, &[9, 4]).first_rows(5).shape.sizes(), [5, 4]);
+    }
+}

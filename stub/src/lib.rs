@@ -1,0 +1,41 @@
+//! `libnvte_ep_stub.so`: what is installed as `libnvte_ep.so.1` where NCCL EP is off, so that frameworks link
+//! unconditionally. The surface is the primary library's own source file over a core that answers `NotBuilt`; shutdown
+//! is a no-op, and the NVTETensor interface works.
+
+/// The twin of the primary library's module of this name.
+mod core {
+    use nvte_ep_core::backend::{Communicator, EpGroup};
+    use nvte_ep_core::config::GroupRequest;
+    use nvte_ep_core::error::{Error, Result};
+
+    pub(crate) const VERSION: &std::ffi::CStr = match std::ffi::CStr::from_bytes_with_nul(
+        concat!("libnvte_ep ", env!("CARGO_PKG_VERSION"), " stub (register_layer ABI, no expert parallelism)\0")
+            .as_bytes(),
+    ) {
+        Ok(version) => version,
+        Err(_) => unreachable!(),
+    };
+
+    /// # Safety
+    /// None needed: nothing is touched. Unsafe as its twin is.
+    pub(crate) unsafe fn initialize(_comm: Communicator, _request: GroupRequest) -> Result<()> {
+        Err(Error::NotBuilt)
+    }
+
+    pub(crate) fn current_group() -> Result<EpGroup> {
+        Err(Error::NotBuilt)
+    }
+
+    #[expect(clippy::unnecessary_wraps, reason = "the twin's signature")]
+    pub(crate) fn shutdown() -> Result<()> {
+        Ok(())
+    }
+}
+
+#[path = "../../abi/register_layer/src/ext.rs"]
+mod ext;
+#[path = "../../abi/register_layer/src/surface.rs"]
+mod surface;
+
+// Its exported functions belong to this library.
+use nvte_ep_tensor as _;
