@@ -132,7 +132,7 @@ fn jit_from(nccl: Option<&Path>, nccl_ep: Option<&Path>, version: i32, env: Look
         "NCCL_EP_JIT_SOURCE_DIR",
         env,
         homes.map(|home| home.join("include/nccl_ep")),
-        "device",
+        &["device/ht_ep.cuh", "common.hpp", "../nccl_ep.h"],
         "install the nccl-extensions wheel, or set NCCL_EP_HOME to a folder that has include/nccl_ep",
     )?;
 
@@ -143,7 +143,7 @@ fn jit_from(nccl: Option<&Path>, nccl_ep: Option<&Path>, version: i32, env: Look
         "NCCL_EP_JIT_BUILD_INCLUDE_DIR",
         env,
         homes.chain([PathBuf::from("/usr/include")]).filter(|path| header_version(path).is_some_and(|v| v == version)),
-        "nccl.h",
+        &["nccl.h", "nccl_device.h"],
         &format!("install those of NCCL {}, the running one, or set NCCL_HOME to its folder", version_text(version)),
     )?;
     if let Some(found) = header_version(&nccl_headers).filter(|found| *found != version) {
@@ -165,7 +165,7 @@ fn jit_from(nccl: Option<&Path>, nccl_ep: Option<&Path>, version: i32, env: Look
         "NCCL_EP_JIT_CUDA_INCLUDE_DIR",
         env,
         homes.chain(toolkit).chain([PathBuf::from("/usr/local/cuda")]).map(|home| home.join("include")),
-        "cuda_runtime.h",
+        &["cuda_runtime.h"],
         "install the CUDA toolkit, or set CUDA_HOME to it",
     )?;
 
@@ -178,7 +178,8 @@ fn jit_from(nccl: Option<&Path>, nccl_ep: Option<&Path>, version: i32, env: Look
     ]))
 }
 
-/// nvcc, in the order in which NCCL EP itself looks, then in the toolkit's usual place; it has to run.
+/// nvcc, in the order in which NCCL EP itself looks, then in the toolkit's usual place. It has to get through an empty
+/// source file, for which it needs its host compiler and its own headers too.
 fn find_nvcc(env: Lookup<'_>) -> Result<PathBuf> {
     let named = ["NCCL_EP_JIT_NVCC", "NVCC"].iter().find_map(|name| env(name)).map(PathBuf::from);
     let toolkits = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(|name| env(name));
@@ -194,9 +195,14 @@ fn find_nvcc(env: Lookup<'_>) -> Result<PathBuf> {
     };
     let mut tried = Vec::new();
     for nvcc in candidates.into_iter().filter(|path| path.exists()) {
-        match Command::new(&nvcc).arg("--version").stdin(Stdio::null()).stderr(Stdio::null()).output() {
+        let preprocess = ["-E", "-x", "cu", "/dev/null", "-o", "/dev/null"];
+        match Command::new(&nvcc).args(preprocess).stdin(Stdio::null()).output() {
             Ok(output) if output.status.success() => return Ok(nvcc),
-            Ok(output) => tried.push(format!("{}: {}", nvcc.display(), output.status)),
+            Ok(output) => {
+                let said = String::from_utf8_lossy(&output.stderr);
+                let said = said.lines().next().unwrap_or_default().trim();
+                tried.push(format!("{}: {}: {said}", nvcc.display(), output.status));
+            }
             Err(error) => tried.push(format!("{}: {error}", nvcc.display())),
         }
     }
@@ -213,13 +219,13 @@ fn on_path(env: Lookup<'_>, program: &Path) -> Vec<PathBuf> {
         .unwrap_or_default()
 }
 
-/// The folder that `variable` names, or the first of `candidates`, that has `member` in it.
+/// The folder that `variable` names, or the first of `candidates`, that has all of `members` in it.
 fn find(
     what: &str,
     variable: &'static str,
     env: Lookup<'_>,
     candidates: impl Iterator<Item = PathBuf>,
-    member: &str,
+    members: &[&str],
     remedy: &str,
 ) -> Result<PathBuf> {
     let mut tried = Vec::new();
@@ -228,14 +234,14 @@ fn find(
         None => candidates.collect(),
     };
     for folder in candidates {
-        if folder.join(member).exists() {
-            return Ok(folder);
+        match members.iter().find(|member| !folder.join(member).exists()) {
+            None => return Ok(folder),
+            Some(missing) => tried.push(format!("{missing} is not in {}", folder.display())),
         }
-        tried.push(folder.display().to_string());
     }
-    let tried = if tried.is_empty() { "nowhere to look".into() } else { format!("not in {}", tried.join(", ")) };
+    let tried = if tried.is_empty() { "nowhere to look".into() } else { tried.join(", ") };
     Err(Error::Preflight {
-        problem: format!("{what} ({member}) were not found for NCCL EP's run-time compiler ({tried})"),
+        problem: format!("{what} were not found for NCCL EP's run-time compiler ({tried})"),
         remedy: format!("{remedy}, or set {variable}"),
     })
 }
@@ -353,6 +359,10 @@ mod tests {
             std::fs::set_permissions(root.join("cuda/bin/nvcc"), std::fs::Permissions::from_mode(0o755)).unwrap();
             std::fs::write(root.join("cuda/include/cuda_runtime.h"), "").unwrap();
             std::fs::write(root.join("nccl/include/nccl.h"), "#define NCCL_VERSION_CODE 23007\n").unwrap();
+            for header in ["nccl/include/nccl_device.h", "ep/include/nccl_ep.h", "ep/include/nccl_ep/common.hpp"] {
+                std::fs::write(root.join(header), "").unwrap();
+            }
+            std::fs::write(root.join("ep/include/nccl_ep/device/ht_ep.cuh"), "").unwrap();
             let variables = HashMap::from([
                 ("CUDA_HOME", root.join("cuda").into_os_string()),
                 ("TMPDIR", root.join("tmp").into_os_string()),
@@ -396,21 +406,25 @@ mod tests {
         );
         installation.variables.remove("NCCL_EP_JIT_NVCC");
 
-        std::fs::write(installation.root.join("cuda/bin/nvcc"), "#!/bin/sh\nexit 3\n").unwrap();
-        assert!(installation.jit().unwrap_err().to_string().contains("exit status: 3"));
+        std::fs::write(installation.root.join("cuda/bin/nvcc"), "#!/bin/sh\necho no host compiler >&2\nexit 3\n")
+            .unwrap();
+        let text = installation.jit().unwrap_err().to_string();
+        assert!(text.contains("bin/nvcc: exit status: 3: no host compiler"), "{text}");
         std::fs::write(installation.root.join("cuda/bin/nvcc"), "#!/bin/sh\nexit 0\n").unwrap();
 
         let other = installation.root.join("other");
         std::fs::create_dir_all(&other).unwrap();
         std::fs::write(other.join("nccl.h"), "#define NCCL_VERSION_CODE 22907\n").unwrap();
+        std::fs::write(other.join("nccl_device.h"), "").unwrap();
         installation.variables.insert("NCCL_EP_JIT_BUILD_INCLUDE_DIR", other.into_os_string());
         let text = installation.jit().unwrap_err().to_string();
         assert!(text.contains("NCCL 2.30.7 is running") && text.contains("are of 2.29.7"), "{text}");
         installation.variables.remove("NCCL_EP_JIT_BUILD_INCLUDE_DIR");
 
-        std::fs::remove_dir_all(installation.root.join("ep/include")).unwrap();
+        std::fs::remove_file(installation.root.join("ep/include/nccl_ep.h")).unwrap();
         let text = installation.jit().unwrap_err().to_string();
-        assert!(text.contains("NCCL EP's device headers (device) were not found"), "{text}");
+        assert!(text.contains("NCCL EP's device headers were not found"), "{text}");
+        assert!(text.contains("../nccl_ep.h is not in"), "{text}");
         assert!(text.contains("or set NCCL_EP_JIT_SOURCE_DIR"), "{text}");
     }
 

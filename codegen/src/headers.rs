@@ -1,8 +1,8 @@
 //! cbindgen over the C surfaces. Each header comes from named source files, so one declaration has one source.
 
 use crate::Output;
-use cbindgen::{Builder, Config};
-use std::path::Path;
+use cbindgen::{Builder, Config, Style};
+use std::path::{Path, PathBuf};
 
 struct Header {
     /// Where it is written, below include/.
@@ -16,12 +16,21 @@ struct Header {
     foreign: &'static str,
     /// Items that the sources mention but other headers declare.
     exclude: &'static [&'static str],
+    /// Of the types and constants in bindings/src/generated.rs, those with one of these prefixes belong here.
+    bindings: &'static [&'static str],
 }
+
+const BINDINGS: &str = "bindings/src/generated.rs";
 
 const CUDA_STREAM: &str = "struct CUstream_st;\n/** A CUDA stream; the CUDA headers declare the same type. */\n\
                            typedef struct CUstream_st *cudaStream_t;";
 const NCCL_WINDOW: &str = "struct ncclWindow_vidmem;\n/** An NCCL window; nccl.h declares the same type. */\n\
                            typedef struct ncclWindow_vidmem *ncclWindow_t;";
+
+/// What the CUDA headers only declare; cbindgen would give bindgen's stand-ins a body.
+const CUDA_OPAQUE: &str = "typedef struct CUstream_st CUstream_st;\ntypedef struct CUevent_st CUevent_st;";
+const NCCL_OPAQUE: &str = "typedef struct ncclComm ncclComm;\ntypedef struct ncclWindow_vidmem ncclWindow_vidmem;";
+const OPAQUE: &[&str] = &["CUstream_st", "CUevent_st", "ncclComm", "ncclWindow_vidmem"];
 
 const HEADERS: &[Header] = &[
     Header {
@@ -32,6 +41,7 @@ const HEADERS: &[Header] = &[
         includes: &[],
         foreign: CUDA_STREAM,
         exclude: &["cudaStream_t"],
+        bindings: &[],
     },
     Header {
         path: "nvte_ep/transformer_engine/comm_window.h",
@@ -41,6 +51,7 @@ const HEADERS: &[Header] = &[
         includes: &[],
         foreign: NCCL_WINDOW,
         exclude: &["ncclWindow_t"],
+        bindings: &[],
     },
     Header {
         path: "nvte_ep/transformer_engine/ep.h",
@@ -50,6 +61,7 @@ const HEADERS: &[Header] = &[
         includes: &["transformer_engine/comm_window.h", "transformer_engine/transformer_engine.h"],
         foreign: "",
         exclude: &[],
+        bindings: &[],
     },
     Header {
         path: "nvte_ep/nvte_ep_ext.h",
@@ -59,24 +71,27 @@ const HEADERS: &[Header] = &[
         includes: &[],
         foreign: "",
         exclude: &[],
+        bindings: &[],
     },
     Header {
         path: "nvte_ep_host/cuda_runtime_api.h",
         about: "The part of the CUDA runtime interface that the host runtime offers, for machines without CUDA.",
         guard: "NVTE_EP_HOST_CUDA_RUNTIME_API_H_",
-        sources: &["host/src/surface/cuda_runtime.rs"],
+        sources: &[BINDINGS, "host/src/surface/cuda_runtime.rs"],
         includes: &[],
-        foreign: "",
+        foreign: CUDA_OPAQUE,
         exclude: &[],
+        bindings: &["cuda"],
     },
     Header {
         path: "nvte_ep_host/nccl.h",
         about: "The part of NCCL's interface that the host runtime offers, for machines without NCCL.",
         guard: "NVTE_EP_HOST_NCCL_H_",
-        sources: &["host/src/surface/nccl.rs"],
+        sources: &[BINDINGS, "host/src/surface/nccl.rs"],
         includes: &["cuda_runtime_api.h"],
-        foreign: "",
-        exclude: &[],
+        foreign: NCCL_OPAQUE,
+        exclude: &["VERSION"],
+        bindings: &["nccl", "NCCL_MAJOR", "NCCL_MINOR", "NCCL_PATCH", "NCCL_VERSION", "NCCL_UNIQUE", "NCCL_WIN"],
     },
     Header {
         path: "nvte_ep_host/nvte_ep_host.h",
@@ -86,11 +101,12 @@ const HEADERS: &[Header] = &[
         includes: &[],
         foreign: "",
         exclude: &[],
+        bindings: &[],
     },
 ];
 
 pub fn generate(root: &Path) -> Result<Vec<Output>, String> {
-    HEADERS.iter().filter(|h| root.join(h.sources[0]).exists()).map(|header| one(root, header)).collect()
+    HEADERS.iter().map(|header| one(root, header)).collect()
 }
 
 fn one(root: &Path, header: &Header) -> Result<Output, String> {
@@ -105,19 +121,55 @@ fn one(root: &Path, header: &Header) -> Result<Output, String> {
     config.after_includes = (!header.foreign.is_empty()).then(|| format!("\n{}", header.foreign));
     // Types of the sources that no function of theirs mentions.
     config.export.include = vec!["NVTECommWindow".into()];
-    config.export.exclude = header.exclude.iter().map(ToString::to_string).collect();
+    config.export.exclude = header.exclude.iter().chain(OPAQUE).map(ToString::to_string).collect();
+    if header.sources.contains(&BINDINGS) {
+        let bindings = std::fs::read_to_string(root.join(BINDINGS)).map_err(|e| e.to_string())?;
+        let foreign = items(&bindings).filter(|item| !header.bindings.iter().any(|prefix| item.starts_with(prefix)));
+        config.export.exclude.extend(foreign.map(ToString::to_string));
+    }
+    // A type and a function may share a name in C only where the type has no typedef.
+    config.style = if header.path.ends_with("nvte_ep_host.h") { Style::Tag } else { Style::Both };
     let mut builder = Builder::new().with_config(config);
     for source in header.sources {
-        builder = builder.with_src(root.join(source));
+        builder = builder.with_src(if *source == BINDINGS { types_only(root)? } else { root.join(source) });
     }
     let bindings = builder.generate().map_err(|e| format!("{}: {e}", header.path))?;
     let mut text = Vec::new();
     bindings.write(&mut text);
     let text = String::from_utf8(text).map_err(|e| e.to_string())?;
-    Ok(Output { path: Path::new("include").join(header.path), text: drop_safety_sections(&text) })
+    Ok(Output { path: Path::new("include").join(header.path), text: in_c_words(&text) })
 }
 
-/// Rust's "# Safety" heading reads as "What the caller vouches for" in C.
-fn drop_safety_sections(text: &str) -> String {
-    text.replace(" * # Safety\n", " * What the caller vouches for:\n")
+/// A copy of bindgen's output for cbindgen: without the prototypes, which it would declare as well, and with enum
+/// typedefs as types, since it does not follow `use`.
+fn types_only(root: &Path) -> Result<PathBuf, String> {
+    let text = std::fs::read_to_string(root.join(BINDINGS)).map_err(|e| e.to_string())?;
+    let types = text.split("\nunsafe extern \"C\" {").next().expect("split gives a first part");
+    let types: String = types
+        .lines()
+        .map(|line| match line.strip_prefix("pub use self::").and_then(|rest| rest.split_once(" as ")) {
+            Some((from, to)) => format!("pub type {} = {from};\n", to.trim_end_matches(';')),
+            None => format!("{line}\n"),
+        })
+        .collect();
+    let path = root.join("target/codegen/bindings_types.rs");
+    std::fs::create_dir_all(path.parent().expect("it has a folder")).map_err(|e| e.to_string())?;
+    std::fs::write(&path, types).map_err(|e| format!("{}: {e}", path.display()))?;
+    Ok(path)
+}
+
+/// Names of the types and constants in bindgen's output.
+fn items(bindings: &str) -> impl Iterator<Item = &str> {
+    bindings.lines().filter_map(|line| {
+        let line = line.strip_prefix("pub ")?;
+        let rest = ["const ", "type ", "struct ", "union "].iter().find_map(|kind| line.strip_prefix(kind))?;
+        rest.split(|c: char| !c.is_alphanumeric() && c != '_').next()
+    })
+}
+
+/// Rust's "# Safety" heading in a C reader's words, and a field's name as C has it (bindgen avoids Rust's keyword).
+fn in_c_words(text: &str) -> String {
+    text.replace(" * # Safety\n *\n", " * What the caller vouches for:\n")
+        .replace(" * # Safety\n", " * What the caller vouches for:\n")
+        .replace(" type_;", " type;")
 }

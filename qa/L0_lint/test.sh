@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Formatting, lints, documentation, and whether what is generated and committed is current.
+. "$(dirname "$0")/../common.sh"
+check "cargo fmt" cargo fmt --all --check
+check "cargo clippy" cargo clippy --workspace --all-targets --locked -- -D warnings
+check "cargo doc" env RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
+check "generated headers are current" cargo run --quiet --locked -p nvte-ep-codegen -- headers --check
+wheels=$("$ROOT/qa/wheels.sh")
+check "generated bindings are current" cargo run --quiet --locked -p nvte-ep-codegen -- bindings --check --wheels "$wheels"
+check "C++ formatting" bash -c 'git ls-files -z "*.cc" "*.h" ":!include" | xargs -0 clang-format --dry-run --Werror --style=file'
+finish

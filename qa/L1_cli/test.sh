@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# The README's commands, and the command under other launchers.
+. "$(dirname "$0")/../common.sh"
+export NVTE_EP_RUNTIME=host OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+check "the main job" cargo run --release --locked -p nvte-ep-cli -- run
+nvte_ep=$TARGET/release/nvte-ep
+for arguments in "--ranks 2 --dtype f32 --top-k 1 --align 1" "--ranks 2 --dtype f16 --top-k 8 --align 128" "--ranks 8 --tokens 64 --top-k 8 --experts 64"; do
+  # shellcheck disable=SC2086
+  check "run $arguments" "$nvte_ep" run $arguments
+done
+check "run under mpirun" mpirun --oversubscribe --bind-to none -n 2 "$nvte_ep" run --tokens 64
+refused() { ! "$nvte_ep" run --ranks 3 --experts 16 >/dev/null 2>&1; }
+check "bad arguments are refused" refused
+
+example=$TARGET/example_step
+check "the README's example compiles" mpicxx -std=c++17 -Wall -Wextra -Werror examples/step.cc -o "$example" -Iinclude/nvte_ep -Iinclude/nvte_ep_host \
+  -L"$TARGET/release" -lnvte_ep -lnvte_ep_host -Wl,-rpath,"$TARGET/release"
+check "the README's example runs" mpirun --oversubscribe --bind-to none -n 2 "$example"
+finish
