@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::sys::nccl::{CommFacts, version_text};
-use crate::sys::{Base, NcclEpLibrary, cuda::DeviceFacts, site_packages};
+use crate::sys::{Base, NcclEpLibrary, ancestors, cuda::DeviceFacts, site_packages};
 use std::ffi::OsString;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -122,10 +122,10 @@ pub(crate) fn jit(base: &Base, library: &NcclEpLibrary, nccl_version: i32) -> Re
 fn jit_from(nccl: Option<&Path>, nccl_ep: Option<&Path>, version: i32, env: Lookup<'_>) -> Result<JitSettings> {
     let nvcc = find_nvcc(env)?;
     let sites = site_packages(nccl);
-    let up = |path: Option<&Path>, levels| path.and_then(|p| p.ancestors().nth(levels)).map(Path::to_path_buf);
 
     // lib/libnccl_ep.so beside include/, or the wheel's nccl/ep/lib/cu13/libnccl_ep.so beside nccl/ep/include.
-    let homes = [env("NCCL_EP_HOME").map(PathBuf::from), up(nccl_ep, 2), up(nccl_ep, 3)].into_iter().flatten();
+    let homes = env("NCCL_EP_HOME").map(PathBuf::from).into_iter();
+    let homes = homes.chain(ancestors(nccl_ep, 2)).chain(ancestors(nccl_ep, 3));
     let homes = homes.chain(sites.iter().map(|site| site.join("nccl/ep")));
     let sources = find(
         "NCCL EP's device headers",
@@ -136,7 +136,7 @@ fn jit_from(nccl: Option<&Path>, nccl_ep: Option<&Path>, version: i32, env: Look
         "install the nccl-extensions wheel, or set NCCL_EP_HOME to a folder that has include/nccl_ep",
     )?;
 
-    let homes = [env("NCCL_HOME").map(PathBuf::from), up(nccl, 2)].into_iter().flatten();
+    let homes = env("NCCL_HOME").map(PathBuf::from).into_iter().chain(ancestors(nccl, 2));
     let homes = homes.chain(sites.iter().map(|site| site.join("nvidia/nccl"))).map(|home| home.join("include"));
     let nccl_headers = find(
         "NCCL's headers",
@@ -159,7 +159,7 @@ fn jit_from(nccl: Option<&Path>, nccl_ep: Option<&Path>, version: i32, env: Look
     }
 
     let homes = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(|name| env(name)).map(PathBuf::from);
-    let toolkit = nvcc.canonicalize().ok().and_then(|real| up(Some(&real), 2));
+    let toolkit = ancestors(Some(&nvcc), 2);
     let cuda_headers = find(
         "CUDA's headers",
         "NCCL_EP_JIT_CUDA_INCLUDE_DIR",

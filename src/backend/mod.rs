@@ -134,7 +134,13 @@ pub fn current_group() -> Result<EpGroup> {
     let device = base.cuda.current_device()?;
     match registry.get(&device) {
         Some(slot) => Ok(EpGroup { device, slot: slot.clone() }),
-        None => Err(Error::NotInitialized { device: Some(device), initialized: registry.keys().copied().collect() }),
+        None => {
+            // A slot that is locked is at work, so it has a group.
+            let initialized = |slot: &Slot| slot.try_lock().is_none_or(|backend| backend.is_some());
+            let initialized =
+                registry.iter().filter(|(_, slot)| initialized(slot)).map(|(device, _)| *device).collect();
+            Err(Error::NotInitialized { device: Some(device), initialized })
+        }
     }
 }
 

@@ -56,9 +56,9 @@ fn host_library(env: &Env) -> Result<&'static Library> {
     let name = "libnvte_ep_host.so";
     let candidates = match &env.host_lib {
         Some(path) => vec![path.clone()],
-        None => own_directory()
-            .map(|directory| directory.join(name))
+        None => own_directories()
             .into_iter()
+            .map(|directory| directory.join(name))
             .chain([PathBuf::from(format!("{name}.1"))])
             .collect(),
     };
@@ -92,7 +92,7 @@ fn nccl_ep_candidates(base: &Base, env: &Env) -> Vec<PathBuf> {
             candidates.extend(names.map(|name| Path::new(&home).join(folder).join(name)));
         }
     }
-    if let Some(own) = own_directory() {
+    for own in own_directories() {
         candidates.extend(names.map(|name| own.join(name)));
     }
     // Files that are not there say nothing; bare names go to the loader, which reports its own search.
@@ -118,9 +118,7 @@ pub(crate) fn site_packages(nccl: Option<&Path>) -> Vec<PathBuf> {
         }
     };
     // .../site-packages/nvidia/nccl/lib/libnccl.so.2
-    if let Some(site) = nccl.and_then(|path| path.ancestors().nth(4)) {
-        add(site.to_path_buf());
-    }
+    ancestors(nccl, 4).into_iter().for_each(&mut add);
     if let Some(paths) = std::env::var_os("PYTHONPATH") {
         std::env::split_paths(&paths).for_each(&mut add);
     }
@@ -174,13 +172,26 @@ fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// The folder of the library or program that contains this code.
+/// The folders of the library or program that contains this code: as it was opened, and where links lead.
 #[must_use]
-pub fn own_directory() -> Option<PathBuf> {
-    file_of(own_directory as *const c_void)?.parent().map(Path::to_path_buf)
+pub fn own_directories() -> Vec<PathBuf> {
+    let own = file_of(own_directories as *const c_void);
+    ancestors(own.as_deref(), 1)
 }
 
-/// The file that a function was loaded from, with links resolved.
+/// The folder `levels` above a file, as the file was opened and, if links lead elsewhere, where it really lies.
+pub(crate) fn ancestors(file: Option<&Path>, levels: usize) -> Vec<PathBuf> {
+    let Some(file) = file else { return Vec::new() };
+    let mut found: Vec<PathBuf> = Vec::new();
+    for path in [Some(file.to_path_buf()), file.canonicalize().ok()].into_iter().flatten() {
+        if let Some(folder) = path.ancestors().nth(levels).filter(|folder| !found.iter().any(|f| f == folder)) {
+            found.push(folder.to_path_buf());
+        }
+    }
+    found
+}
+
+/// The file that a function was loaded from, as it was opened.
 fn file_of(function: *const c_void) -> Option<PathBuf> {
     let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
     // SAFETY: `info` is writable; any address may be asked for.
@@ -195,5 +206,9 @@ fn file_of(function: *const c_void) -> Option<PathBuf> {
     // SAFETY: dladdr's file name is a NUL-terminated string that lives as long as the object is loaded.
     let name = unsafe { CStr::from_ptr(name) };
     let path = Path::new(<OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(name.to_bytes()));
-    Some(path.canonicalize().unwrap_or_else(|_| path.to_path_buf()))
+    if path.components().count() == 1 {
+        // The program itself, found on PATH: the loader knows only how it was called.
+        return std::env::current_exe().ok();
+    }
+    std::path::absolute(path).ok()
 }

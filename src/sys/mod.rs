@@ -11,8 +11,8 @@ pub mod nccl;
 pub mod nccl_ep;
 
 pub use foreign::catch_foreign;
-pub(crate) use load::site_packages;
-pub use load::{NcclEpLibrary, own_directory};
+pub use load::{NcclEpLibrary, own_directories};
+pub(crate) use load::{ancestors, site_packages};
 
 use crate::env::{Env, RuntimeKind};
 use crate::error::{Error, Result};
