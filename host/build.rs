@@ -1,0 +1,40 @@
+//! Names the library and lays out, beside it, the folder through which programs find it as CUDA and NCCL.
+
+use std::env;
+use std::io;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+/// Library names that programs and `libnvte_ep.so` look for.
+const SONAMES: [&str; 4] = ["libcuda.so.1", "libcudart.so.12", "libcudart.so.13", "libnccl.so.2"];
+
+fn main() -> io::Result<()> {
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libnvte_ep_host.so.1");
+    // Stream workers may still run when a program unloads the library, so its code stays mapped.
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
+
+    let out_dir = PathBuf::from(env::var_os("OUT_DIR").ok_or_else(|| io::Error::other("OUT_DIR is unset"))?);
+    // OUT_DIR is <profile folder>/build/<package>-<hash>/out.
+    let profile = out_dir.ancestors().nth(3).ok_or_else(|| io::Error::other("OUT_DIR has no profile folder"))?;
+    link("libnvte_ep_host.so", &profile.join("libnvte_ep_host.so.1"))?;
+    let folder = profile.join("host_runtime");
+    std::fs::create_dir_all(&folder)?;
+    for name in SONAMES {
+        link("../libnvte_ep_host.so", &folder.join(name))?;
+    }
+    Ok(())
+}
+
+/// Makes `at` a symlink to `target`, replacing what was there.
+fn link(target: &str, at: &Path) -> io::Result<()> {
+    match std::fs::remove_file(at) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    match symlink(target, at) {
+        // Another build of the same profile folder made it in between.
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        other => other,
+    }
+}

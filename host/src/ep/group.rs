@@ -1,0 +1,273 @@
+//! EP groups: configuration checks and collective creation.
+
+use std::collections::HashMap;
+use std::mem::size_of;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock};
+
+use nvte_ep_bindings::*;
+use parking_lot::Mutex;
+
+use crate::channel::name_ranks;
+use crate::comm::{Comm, Line};
+use crate::device::SM_COUNT;
+use crate::ep::desc::invalid;
+use crate::ep::memory_layout::MemoryLayout;
+use crate::fault::{Fault, Outcome};
+use crate::stats;
+
+const FUNCTION: &str = "ncclEpCreateGroup";
+
+/// One rank of an EP group.
+#[derive(Debug)]
+pub struct Group {
+    /// The communicator it spans.
+    pub comm: Arc<Comm>,
+    /// Its operations.
+    pub line: Line,
+    /// Experts of the group.
+    pub experts: usize,
+    /// Most tokens a rank dispatches.
+    pub max_tokens: usize,
+    /// Rows of the receive buffer; in eager mode a bound for them, without padding.
+    pub capacity: usize,
+    /// Whether the caller sizes the receive buffer after each UpdateHandle.
+    pub eager: bool,
+    /// Most bytes of a token row.
+    pub max_token_bytes: usize,
+    /// Largest top-k of a handle; 0 means not given.
+    pub max_top_k: usize,
+    /// Whether rows beyond the capacity are dropped.
+    pub drop: bool,
+    /// The caller's allocator for handle memory.
+    pub allocator: Option<Allocator>,
+    destroyed: AtomicBool,
+}
+
+/// A caller's allocation functions.
+#[derive(Clone, Copy, Debug)]
+pub struct Allocator {
+    /// Allocates.
+    pub alloc: unsafe extern "C-unwind" fn(*mut *mut std::ffi::c_void, usize, *mut std::ffi::c_void) -> cudaError_t,
+    /// Frees.
+    pub free: unsafe extern "C-unwind" fn(*mut std::ffi::c_void, *mut std::ffi::c_void) -> cudaError_t,
+    /// Passed to both.
+    pub context: usize,
+}
+
+static GROUPS: LazyLock<Mutex<HashMap<usize, Arc<Group>>>> = LazyLock::new(Mutex::default);
+
+/// An error for a use that NCCL EP has and this library lacks.
+pub fn unsupported(what: impl std::fmt::Display) -> Fault {
+    Fault::nccl(ncclInvalidUsage, format!("{what}: not supported by the host runtime"))
+}
+
+/// The configuration fields that must agree between ranks.
+fn fields(config: &ncclEpGroupConfig_t) -> [(&'static str, u64); 14] {
+    [
+        ("algorithm", u64::from(config.algorithm)),
+        ("num_experts", u64::from(config.num_experts)),
+        ("max_dispatch_tokens_per_rank", u64::from(config.max_dispatch_tokens_per_rank)),
+        ("max_recv_tokens_per_rank", u64::from(config.max_recv_tokens_per_rank)),
+        ("max_token_bytes", u64::from(config.max_token_bytes)),
+        ("rdma_buffer_size", config.rdma_buffer_size),
+        ("num_qp_per_rank", u64::from(config.num_qp_per_rank)),
+        ("num_channels", u64::from(config.num_channels)),
+        ("max_num_sms", u64::from(config.max_num_sms)),
+        ("enable_mask", u64::from(config.enable_mask)),
+        ("timeout_ns", config.timeout_ns),
+        ("zero_copy", u64::from(config.zero_copy)),
+        ("overflow_policy", u64::from(config.overflow_policy)),
+        ("num_topk", u64::from(config.num_topk)),
+    ]
+}
+
+/// Rows that no routing exceeds, padding aside.
+fn eager_capacity(config: &ncclEpGroupConfig_t, ranks: usize) -> usize {
+    ranks * config.max_dispatch_tokens_per_rank as usize * config.num_topk.max(1) as usize
+}
+
+fn check(config: &ncclEpGroupConfig_t, ranks: usize) -> Outcome<()> {
+    let wrong = |text: String| Err(invalid(format!("{FUNCTION}: {text}")));
+    match config.algorithm {
+        NCCL_EP_ALGO_HIGH_THROUGHPUT => {}
+        NCCL_EP_ALGO_LOW_LATENCY => return Err(unsupported(format!("{FUNCTION}: the low-latency algorithm"))),
+        other => return wrong(format!("algorithm {other} is unknown")),
+    }
+    if config.num_experts == 0 || config.max_token_bytes == 0 || config.max_dispatch_tokens_per_rank == 0 {
+        return wrong("num_experts, max_token_bytes and max_dispatch_tokens_per_rank must not be 0".to_owned());
+    }
+    if !config.max_token_bytes.is_multiple_of(16) {
+        return wrong(format!("max_token_bytes {} is not a multiple of 16", config.max_token_bytes));
+    }
+    if config.alloc.alloc_fn.is_some() != config.alloc.free_fn.is_some() {
+        let text = format!("{FUNCTION}: alloc_fn and free_fn must be given together");
+        return Err(Fault::nccl(ncclInvalidUsage, text));
+    }
+    if config.max_num_sms > SM_COUNT as u32 {
+        let text = format!("{FUNCTION}: max_num_sms {} of {SM_COUNT} SMs", config.max_num_sms);
+        return Err(Fault::nccl(ncclInvalidUsage, text));
+    }
+    let eager = config.max_recv_tokens_per_rank == 0;
+    if eager && config.overflow_policy == NCCL_EP_OVERFLOW_DROP {
+        return wrong("max_recv_tokens_per_rank 0 (eager mode) excludes the overflow policy DROP".to_owned());
+    }
+    if eager && u32::try_from(eager_capacity(config, ranks)).is_err() {
+        return wrong(format!("eager mode needs {} rows, more than 32 bits hold", eager_capacity(config, ranks)));
+    }
+    if !eager && config.max_recv_tokens_per_rank < config.max_dispatch_tokens_per_rank {
+        return wrong(format!(
+            "max_recv_tokens_per_rank {} is less than max_dispatch_tokens_per_rank {}",
+            config.max_recv_tokens_per_rank, config.max_dispatch_tokens_per_rank
+        ));
+    }
+    if config.num_topk > config.num_experts {
+        return wrong(format!("num_topk {} is larger than num_experts {}", config.num_topk, config.num_experts));
+    }
+    match config.zero_copy {
+        NCCL_EP_ZERO_COPY_AUTO | NCCL_EP_ZERO_COPY_OFF => {}
+        NCCL_EP_ZERO_COPY_ON => return Err(unsupported(format!("{FUNCTION}: zero_copy ON"))),
+        other => return wrong(format!("zero_copy {other} is unknown")),
+    }
+    if config.overflow_policy > NCCL_EP_OVERFLOW_DROP {
+        return wrong(format!("overflow_policy {} is unknown", config.overflow_policy));
+    }
+    if !(config.num_experts as usize).is_multiple_of(ranks) {
+        return wrong(format!("num_experts {} is not a multiple of the {ranks} ranks", config.num_experts));
+    }
+    Ok(())
+}
+
+/// Finds a field in which the ranks differ, and says which rank is the odd one.
+fn disagreement(by_rank: &[Vec<u64>], names: &[&str]) -> Option<String> {
+    (0..names.len()).find_map(|field| {
+        let values: Vec<u64> = by_rank.iter().map(|values| values[field]).collect();
+        let votes = |value: u64| values.iter().filter(|v| **v == value).count();
+        // The most frequent value; of equally frequent ones that of the lowest rank.
+        let common = values.iter().copied().rev().max_by_key(|value| votes(*value))?;
+        let odd: Vec<usize> = (0..values.len()).filter(|rank| values[*rank] != common).collect();
+        let first = odd.first()?;
+        Some(format!(
+            "{FUNCTION}: {} differs between ranks: {} has {}, the others have {common}",
+            names[field],
+            name_ranks(&odd),
+            values[*first],
+        ))
+    })
+}
+
+impl Group {
+    /// `ncclEpCreateGroup`; collective over the communicator.
+    pub fn create(comm: &Arc<Comm>, config: &ncclEpGroupConfig_t) -> Outcome<ncclEpGroup_t> {
+        check(config, comm.ranks)?;
+        let fields = fields(config);
+        let names = fields.map(|(name, _)| name);
+        let channel = comm.line.run(|channel| {
+            let bytes: Vec<u8> = fields.iter().flat_map(|(_, value)| value.to_ne_bytes()).collect();
+            channel.stage(bytes.len())?.copy_from_slice(&bytes);
+            channel.exchange(FUNCTION, [0; 4], bytes.len())?;
+            let by_rank = (0..channel.ranks())
+                .map(|rank| {
+                    let words = channel.offer(rank)?.bytes.as_chunks::<{ size_of::<u64>() }>().0;
+                    Ok(words.iter().map(|word| u64::from_ne_bytes(*word)).collect())
+                })
+                .collect::<Outcome<Vec<Vec<u64>>>>()?;
+            if let Some(text) = disagreement(&by_rank, &names) {
+                return Err(invalid(text));
+            }
+            let label = format!("EP group of {} ranks", channel.ranks());
+            channel.split(FUNCTION, label)
+        })?;
+        let allocator = match (config.alloc.alloc_fn, config.alloc.free_fn) {
+            (Some(alloc), Some(free)) => Some(Allocator { alloc, free, context: config.alloc.context as usize }),
+            _ => None,
+        };
+        let group = Arc::new(Self {
+            comm: Arc::clone(comm),
+            line: Line::new(channel, Arc::clone(&comm.status)),
+            experts: config.num_experts as usize,
+            max_tokens: config.max_dispatch_tokens_per_rank as usize,
+            capacity: match config.max_recv_tokens_per_rank {
+                0 => eager_capacity(config, comm.ranks),
+                rows => rows as usize,
+            },
+            eager: config.max_recv_tokens_per_rank == 0,
+            max_token_bytes: config.max_token_bytes as usize,
+            max_top_k: config.num_topk as usize,
+            drop: config.overflow_policy == NCCL_EP_OVERFLOW_DROP,
+            allocator,
+            destroyed: AtomicBool::new(false),
+        });
+        let handle = Arc::as_ptr(&group) as usize;
+        GROUPS.lock().insert(handle, group);
+        stats::count(|s| &s.groups_created);
+        Ok(handle as ncclEpGroup_t)
+    }
+
+    /// The group that a handle names.
+    pub fn resolve(handle: ncclEpGroup_t, function: &str) -> Outcome<Arc<Group>> {
+        GROUPS
+            .lock()
+            .get(&(handle as usize))
+            .cloned()
+            .ok_or_else(|| invalid(format!("{function}: {handle:p} is not a live EP group")))
+    }
+
+    /// `ncclEpGroupDestroy`: waits for this rank's device only.
+    pub fn destroy(handle: ncclEpGroup_t) -> Outcome<()> {
+        if handle.is_null() {
+            return Ok(());
+        }
+        let group = Self::resolve(handle, "ncclEpGroupDestroy")?;
+        group.comm.device.synchronize();
+        if GROUPS.lock().remove(&(handle as usize)).is_some() {
+            group.destroyed.store(true, Ordering::Relaxed);
+            stats::count(|s| &s.groups_destroyed);
+        }
+        group.comm.device.check()
+    }
+
+    /// Fails once the group is destroyed; on a GPU that would be a use after free.
+    pub fn check_alive(&self, function: &str) -> Outcome<()> {
+        if self.destroyed.load(Ordering::Relaxed) {
+            let text = format!("{function}: the handle's EP group has been destroyed");
+            return Err(Fault::nccl(ncclInvalidUsage, text));
+        }
+        Ok(())
+    }
+
+    /// Rows that a handle's routing may use: in eager mode padding comes on top of the capacity.
+    pub fn row_limit(&self, alignment: usize) -> usize {
+        let padding = if self.eager { self.experts / self.comm.ranks * alignment.saturating_sub(1) } else { 0 };
+        self.capacity + padding
+    }
+
+    /// Layout of the handle memory for a top-k.
+    pub fn memory_layout(&self, top_k: usize) -> MemoryLayout {
+        MemoryLayout::new(self.comm.ranks, self.experts, self.max_tokens, top_k, self.capacity)
+    }
+}
+
+/// Fails for layouts other than expert-major.
+pub fn check_layout(layout: ncclEpLayout_t, function: &str) -> Outcome<()> {
+    match layout {
+        NCCL_EP_LAYOUT_EXPERT_MAJOR => Ok(()),
+        NCCL_EP_LAYOUT_UNSET => Err(invalid(format!("{function}: the layout is not set"))),
+        NCCL_EP_LAYOUT_RANK_MAJOR => Err(unsupported(format!("{function}: the rank-major layout"))),
+        NCCL_EP_LAYOUT_FLAT => Err(unsupported(format!("{function}: the flat layout"))),
+        other => Err(invalid(format!("{function}: layout {other} is unknown"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_odd_rank_is_named() {
+        let by_rank = [vec![1, 8], vec![1, 9], vec![1, 8]];
+        let text = disagreement(&by_rank, &["a", "b"]).unwrap();
+        assert!(text.ends_with("b differs between ranks: rank 1 has 9, the others have 8"), "{text}");
+        assert_eq!(disagreement(&by_rank[..1], &["a", "b"]), None);
+    }
+}

@@ -1,0 +1,162 @@
+//! `ncclEpUpdateHandle`: exchange of the routing map.
+
+use std::sync::Arc;
+
+use nvte_ep_bindings::*;
+
+use crate::channel::Channel;
+use crate::ep::desc::{self, Tensor, invalid};
+use crate::ep::handle::{Handle, read_indices};
+use crate::ep::routing::{Routing, Shape, route};
+use crate::fault::{Fault, Outcome};
+use crate::stats;
+use crate::stream::Stream;
+
+const FUNCTION: &str = "ncclEpUpdateHandle";
+
+struct Update {
+    handle: Arc<Handle>,
+    topk: Tensor,
+    tokens: usize,
+    width: usize,
+    counters: Option<Tensor>,
+    offsets: Option<Tensor>,
+    total: Option<Tensor>,
+}
+
+/// Enqueues the operation.
+///
+/// # Safety
+///
+/// The descriptors are valid, and their memory until the stream has got there.
+pub unsafe fn update(
+    handle: ncclEpHandle_t,
+    topk_idx: *const ncclEpTensor_t,
+    layout_info: *const ncclEpLayoutInfo_t,
+    stream: &Arc<Stream>,
+) -> Outcome<()> {
+    let handle = Handle::resolve(handle, FUNCTION)?;
+    let group = Arc::clone(&handle.group);
+    // SAFETY: passed on to the caller.
+    let info = unsafe { desc::read_optional(layout_info, FUNCTION) }?;
+    // SAFETY: passed on to the caller.
+    let topk = unsafe { Tensor::require(topk_idx, &group.comm, FUNCTION, "topk_idx") }?;
+    let width = topk.index_width()?;
+    let (tokens, columns) = topk.matrix()?;
+    if columns != handle.top_k {
+        return Err(topk.wrong(format!("must have num_topk = {} columns", handle.top_k)));
+    }
+    if tokens > group.max_tokens {
+        return Err(topk.wrong(format!("has more than max_dispatch_tokens_per_rank = {} rows", group.max_tokens)));
+    }
+    let info = info.unwrap_or_default();
+    let counter = |pointer: *mut ncclEpTensor_t, name: &str, length: usize| -> Outcome<Option<Tensor>> {
+        // SAFETY: passed on to the caller.
+        let Some(tensor) = (unsafe { Tensor::read(pointer, &group.comm, FUNCTION, name) })? else { return Ok(None) };
+        tensor.index_width()?;
+        if tensor.vector()? < length {
+            return Err(tensor.wrong(format!("must have at least {length} elements")));
+        }
+        if !tensor.has_data {
+            return Err(tensor.wrong("must be given by its data pointer, not by a window"));
+        }
+        Ok(Some(tensor))
+    };
+    let local_experts = group.experts / group.comm.ranks;
+    let counters = counter(info.expert_counters, "expert_counters", local_experts)?;
+    let offsets = counter(info.expert_offsets, "expert_offsets", local_experts)?;
+    let total = counter(info.recv_total_counter, "recv_total_counter", 1)?;
+    let datatypes: Vec<_> = [&counters, &offsets, &total].into_iter().flatten().map(|tensor| tensor.datatype).collect();
+    if datatypes.windows(2).any(|pair| pair[0] != pair[1]) {
+        return Err(invalid(format!("{FUNCTION}: the counter tensors must share one data type")));
+    }
+    let mut prepared = handle.prepared.lock();
+    let update = Update { handle: Arc::clone(&handle), topk, tokens, width, counters, offsets, total };
+    group.line.enqueue(stream, move |channel| update.run(channel))?;
+    prepared.tokens = Some(tokens);
+    prepared.index_width = width;
+    stats::count(|s| &s.updates);
+    Ok(())
+}
+
+impl Update {
+    fn run(&self, channel: &mut Channel) -> Outcome<()> {
+        let group = &self.handle.group;
+        let top_k = self.handle.top_k;
+        let given = self.topk.span.view(0, self.tokens * top_k * self.width);
+        let staged = channel.stage(self.tokens * top_k * 4)?;
+        let targets = staged.as_chunks_mut::<4>().0;
+        for (position, (there, index)) in targets.iter_mut().zip(read_indices(given, self.width)).enumerate() {
+            if index >= group.experts as i64 {
+                let text = format!(
+                    "{FUNCTION}: topk_idx[{}, {}] is {index}, but there are {} experts",
+                    position / top_k,
+                    position % top_k,
+                    group.experts
+                );
+                return Err(Fault::both(cudaErrorAssert, ncclInvalidArgument, text));
+            }
+            *there = (index.max(-1) as i32).to_ne_bytes();
+        }
+        self.handle.memory.span.write(self.handle.memory.layout.topk, given);
+
+        let what = format!("{FUNCTION}(num_topk={top_k})");
+        channel.exchange(&what, [self.tokens as u64, 0, 0, 0], self.tokens * top_k * 4)?;
+        let indices = (0..channel.ranks())
+            .map(|rank| {
+                let rows = channel.offer(rank)?.bytes.as_chunks::<4>().0;
+                Ok(rows.iter().map(|value| i32::from_ne_bytes(*value)).collect())
+            })
+            .collect::<Outcome<Vec<Vec<i32>>>>()?;
+        let shape = Shape {
+            ranks: channel.ranks(),
+            rank: channel.rank(),
+            experts: group.experts,
+            max_tokens: group.max_tokens,
+            top_k,
+            capacity: group.capacity,
+            rows: group.row_limit(self.handle.alignment),
+            alignment: self.handle.alignment,
+            drop: group.drop,
+        };
+        let routing = route(&shape, &indices).map_err(|overflow| {
+            let text = format!(
+                "{FUNCTION}: receive buffer overflow on rank {}: {} rows ({} distinct tokens) are needed, \
+                 max_recv_tokens_per_rank is {}",
+                shape.rank, overflow.rows, overflow.tokens, shape.capacity
+            );
+            Fault::both(cudaErrorLaunchFailure, ncclUnhandledCudaError, text)
+        })?;
+        self.keep(&routing);
+        self.publish(&routing, &shape);
+        Ok(())
+    }
+
+    /// Stores the maps in handle memory.
+    fn keep(&self, routing: &Routing) {
+        let memory = &self.handle.memory;
+        let layout = &memory.layout;
+        memory.write_i32(layout.recv_count, &[routing.received as i32]);
+        memory.write_i32(layout.source_map, &routing.source_map);
+        memory.write_i32(layout.counts, &routing.counts);
+        memory.write_i64(layout.bases, &routing.bases);
+        memory.write_i32(layout.slots, &routing.slots);
+        memory.write_i32(layout.token_map, &routing.token_map);
+    }
+
+    /// Writes the caller's counters.
+    fn publish(&self, routing: &Routing, shape: &Shape) {
+        let write = |tensor: &Option<Tensor>, values: &mut dyn Iterator<Item = i64>| {
+            let Some(tensor) = tensor else { return };
+            let bytes: Vec<u8> = match tensor.datatype {
+                ncclInt32 => values.flat_map(|value| (value as i32).to_ne_bytes()).collect(),
+                _ => values.flat_map(i64::to_ne_bytes).collect(),
+            };
+            tensor.span.write(0, &bytes);
+        };
+        let zones = || (0..shape.local_experts()).map(|expert| routing.published(expert, shape.rows));
+        write(&self.counters, &mut zones().map(|(count, _)| count));
+        write(&self.offsets, &mut zones().map(|(_, base)| base));
+        write(&self.total, &mut std::iter::once(routing.total()));
+    }
+}

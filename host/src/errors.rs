@@ -1,0 +1,67 @@
+//! Names and descriptions of error codes.
+
+use std::ffi::CStr;
+
+use nvte_ep_bindings::*;
+
+/// Code, name in the runtime, name in the driver, description.
+type Row = (u32, &'static CStr, &'static CStr, &'static CStr);
+
+#[rustfmt::skip]
+const CODES: &[Row] = &[
+    (cudaSuccess, c"cudaSuccess", c"CUDA_SUCCESS", c"no error"),
+    (cudaErrorInvalidValue, c"cudaErrorInvalidValue", c"CUDA_ERROR_INVALID_VALUE", c"invalid argument"),
+    (cudaErrorMemoryAllocation, c"cudaErrorMemoryAllocation", c"CUDA_ERROR_OUT_OF_MEMORY", c"out of memory"),
+    (cudaErrorInitializationError, c"cudaErrorInitializationError", c"CUDA_ERROR_NOT_INITIALIZED", c"initialization error"),
+    (cudaErrorCudartUnloading, c"cudaErrorCudartUnloading", c"CUDA_ERROR_DEINITIALIZED", c"driver shutting down"),
+    (cudaErrorInvalidMemcpyDirection, c"cudaErrorInvalidMemcpyDirection", c"unrecognized", c"invalid copy direction"),
+    (cudaErrorNoDevice, c"cudaErrorNoDevice", c"CUDA_ERROR_NO_DEVICE", c"no device"),
+    (cudaErrorInvalidDevice, c"cudaErrorInvalidDevice", c"CUDA_ERROR_INVALID_DEVICE", c"invalid device ordinal"),
+    (cudaErrorDeviceUninitialized, c"cudaErrorDeviceUninitialized", c"CUDA_ERROR_INVALID_CONTEXT", c"no valid context"),
+    (cudaErrorOperatingSystem, c"cudaErrorOperatingSystem", c"CUDA_ERROR_OPERATING_SYSTEM", c"operating system call failed"),
+    (cudaErrorInvalidResourceHandle, c"cudaErrorInvalidResourceHandle", c"CUDA_ERROR_INVALID_HANDLE", c"invalid resource handle"),
+    (cudaErrorNotReady, c"cudaErrorNotReady", c"CUDA_ERROR_NOT_READY", c"not ready"),
+    (cudaErrorIllegalAddress, c"cudaErrorIllegalAddress", c"CUDA_ERROR_ILLEGAL_ADDRESS", c"illegal memory access"),
+    (cudaErrorLaunchTimeout, c"cudaErrorLaunchTimeout", c"CUDA_ERROR_LAUNCH_TIMEOUT", c"operation timed out"),
+    (cudaErrorAssert, c"cudaErrorAssert", c"CUDA_ERROR_ASSERT", c"device-side assertion failed"),
+    (cudaErrorMisalignedAddress, c"cudaErrorMisalignedAddress", c"CUDA_ERROR_MISALIGNED_ADDRESS", c"misaligned address"),
+    (cudaErrorLaunchFailure, c"cudaErrorLaunchFailure", c"CUDA_ERROR_LAUNCH_FAILED", c"operation failed on the device"),
+    (cudaErrorNotPermitted, c"cudaErrorNotPermitted", c"CUDA_ERROR_NOT_PERMITTED", c"operation not permitted"),
+    (cudaErrorNotSupported, c"cudaErrorNotSupported", c"CUDA_ERROR_NOT_SUPPORTED", c"operation not supported"),
+    (cudaErrorUnknown, c"cudaErrorUnknown", c"CUDA_ERROR_UNKNOWN", c"unknown error"),
+];
+
+fn find(code: u32) -> Option<&'static Row> {
+    CODES.iter().find(|row| row.0 == code)
+}
+
+/// Name of a runtime error.
+pub fn runtime_name(code: cudaError_t) -> &'static CStr {
+    find(code).map_or(c"unrecognized error code", |row| row.1)
+}
+
+/// Name of a driver error.
+pub fn driver_name(code: CUresult) -> Option<&'static CStr> {
+    find(code).map(|row| row.2).filter(|name| name.to_bytes().starts_with(b"CUDA_"))
+}
+
+/// Description of an error of either interface.
+pub fn description(code: u32) -> Option<&'static CStr> {
+    find(code).map(|row| row.3)
+}
+
+/// Description of an NCCL result.
+pub fn nccl_description(code: ncclResult_t) -> &'static CStr {
+    match code {
+        ncclSuccess => c"no error",
+        ncclUnhandledCudaError => c"a CUDA call failed (ncclGetLastError has the text)",
+        ncclSystemError => c"a system call failed or a peer did not answer (ncclGetLastError has the text)",
+        ncclInternalError => c"internal error",
+        ncclInvalidArgument => c"invalid argument (ncclGetLastError has the text)",
+        ncclInvalidUsage => c"invalid usage (ncclGetLastError has the text)",
+        ncclRemoteError => c"a peer failed or its process ended",
+        ncclInProgress => c"operation in progress",
+        ncclTimeout => c"operation timed out",
+        _ => c"unknown result code",
+    }
+}

@@ -1,0 +1,34 @@
+//! The host runtime: a drop-in for the parts of the CUDA driver, the CUDA runtime, NCCL and NCCL EP that expert-parallel
+//! programs use, working on host memory without a GPU.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | [`surface`] | the exported C functions, one file an interface |
+//! | [`device`] | devices, contexts, attributes, sticky errors |
+//! | [`stream`] | streams and events: queues with worker threads |
+//! | [`memory`], [`copy`] | tracked device and pinned memory; copies and fills |
+//! | [`channel`], [`sys`] | how ranks meet and exchange data through shared memory |
+//! | [`comm`], [`dtype`] | communicators, windows, collectives; element types |
+//! | [`ep`] | EP groups, handles, routing, dispatch and combine |
+//! | [`fault`], [`errors`], [`stats`] | errors, their names, counters |
+//!
+//! Ranks are processes of one machine, or threads of one process with a device each
+//! (see [`device::DEVICES_VARIABLE`]).
+//!
+//! Of duplicate experts in a row of `topk_idx` the last one's weight counts.
+
+#![allow(non_upper_case_globals, reason = "constants of the C interfaces in patterns")]
+
+pub mod channel;
+pub mod comm;
+pub mod copy;
+pub mod device;
+pub mod dtype;
+pub mod ep;
+pub mod errors;
+pub mod fault;
+pub mod memory;
+pub mod stats;
+pub mod stream;
+pub mod surface;
+pub mod sys;

@@ -1,0 +1,207 @@
+//! Device and pinned memory: host allocations that are tracked, so that a pointer's kind and bounds are known.
+
+use std::alloc::{Layout, alloc, dealloc};
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::ptr::NonNull;
+
+use nvte_ep_bindings::{cudaErrorInvalidValue, cudaErrorMemoryAllocation};
+use parking_lot::Mutex;
+
+use crate::fault::{Fault, Outcome};
+use crate::sys;
+
+/// What fresh device memory holds, so that reads of unwritten memory are seen.
+pub const POISON: u8 = 0xCB;
+
+/// Kind of a tracked allocation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// `cudaMalloc`, `cudaMallocAsync`, `cuMemAlloc`.
+    Device,
+    /// `ncclMemAlloc`: device memory, page-aligned as windows require.
+    Nccl,
+    /// `cudaMallocHost`, `cudaHostAlloc`.
+    Pinned,
+}
+
+impl Kind {
+    fn alignment(self) -> usize {
+        match self {
+            Kind::Device => 256,
+            Kind::Nccl | Kind::Pinned => 4096,
+        }
+    }
+
+    /// Whether the memory counts as being on the device.
+    pub fn on_device(self) -> bool {
+        self != Kind::Pinned
+    }
+}
+
+/// A tracked allocation.
+#[derive(Clone, Copy, Debug)]
+pub struct Allocation {
+    /// First address.
+    pub base: usize,
+    /// Bytes the caller asked for.
+    pub bytes: usize,
+    /// Who allocated it.
+    pub kind: Kind,
+    /// Device ordinal on which it was made.
+    pub device: i32,
+}
+
+static ALLOCATIONS: Mutex<BTreeMap<usize, Allocation>> = Mutex::new(BTreeMap::new());
+
+fn layout(bytes: usize, kind: Kind) -> Outcome<Layout> {
+    Layout::from_size_align(bytes.max(1), kind.alignment())
+        .map_err(|_| Fault::cuda(cudaErrorMemoryAllocation, format!("allocation of {bytes} bytes is too large")))
+}
+
+/// Allocates `bytes` bytes; device memory comes poisoned. Zero bytes give a null pointer, as in CUDA.
+pub fn allocate(bytes: usize, kind: Kind, device: i32) -> Outcome<*mut c_void> {
+    if bytes == 0 {
+        return Ok(std::ptr::null_mut());
+    }
+    let (available, _) = sys::memory_info();
+    if available != 0 && bytes > available {
+        return Err(Fault::cuda(
+            cudaErrorMemoryAllocation,
+            format!("out of memory: {bytes} bytes asked for, {available} available on this machine"),
+        ));
+    }
+    let layout = layout(bytes, kind)?;
+    // SAFETY: the layout has a non-zero size.
+    let base = NonNull::new(unsafe { alloc(layout) })
+        .ok_or_else(|| Fault::cuda(cudaErrorMemoryAllocation, format!("out of memory: {bytes} bytes asked for")))?;
+    // SAFETY: the range was just allocated with this size.
+    unsafe { base.write_bytes(if kind.on_device() { POISON } else { 0 }, bytes) };
+    let address = base.as_ptr() as usize;
+    ALLOCATIONS.lock().insert(address, Allocation { base: address, bytes, kind, device });
+    Ok(base.as_ptr().cast())
+}
+
+/// Stops tracking the allocation that starts at `address`; the caller then owns the memory and calls [`release`].
+pub fn forget(address: usize, accept: impl Fn(Kind) -> bool) -> Outcome<Allocation> {
+    let mut allocations = ALLOCATIONS.lock();
+    match allocations.get(&address) {
+        Some(allocation) if accept(allocation.kind) => {
+            let allocation = *allocation;
+            allocations.remove(&address);
+            Ok(allocation)
+        }
+        Some(allocation) => Err(Fault::cuda(
+            cudaErrorInvalidValue,
+            format!("{address:#x} is {:?} memory and belongs to another free function", allocation.kind),
+        )),
+        None => Err(Fault::cuda(cudaErrorInvalidValue, format!("{address:#x} is not the start of a live allocation"))),
+    }
+}
+
+/// Returns the memory of an allocation obtained from [`forget`].
+pub fn release(allocation: Allocation) {
+    if let Ok(layout) = layout(allocation.bytes, allocation.kind) {
+        // SAFETY: base and layout are those of `allocate`, and `forget` handed out this allocation only once.
+        unsafe { dealloc(allocation.base as *mut u8, layout) };
+    }
+}
+
+/// The allocation that holds `address`, if a tracked one does.
+pub fn find(address: usize) -> Option<Allocation> {
+    let allocations = ALLOCATIONS.lock();
+    let (_, allocation) = allocations.range(..=address).next_back()?;
+    (address < allocation.base + allocation.bytes).then_some(*allocation)
+}
+
+/// Bytes and number of live device allocations.
+pub fn device_usage() -> (u64, u64) {
+    let allocations = ALLOCATIONS.lock();
+    let on_device = allocations.values().filter(|a| a.kind.on_device());
+    on_device.fold((0, 0), |(bytes, count), a| (bytes + a.bytes as u64, count + 1))
+}
+
+/// A caller's memory range, named by an operation and used later by a stream's worker.
+#[derive(Clone, Copy, Debug)]
+pub struct Span {
+    address: usize,
+    bytes: usize,
+}
+
+impl Span {
+    /// Describes `bytes` bytes at `pointer`; a range that leaves the tracked allocation it starts in is an error.
+    ///
+    /// # Safety
+    ///
+    /// The range must stay readable and writable, and used by nobody else, until the operation that was given it ends.
+    pub unsafe fn new(pointer: *const c_void, bytes: usize) -> Outcome<Self> {
+        let address = pointer as usize;
+        if bytes == 0 {
+            return Ok(Self { address: 0, bytes: 0 });
+        }
+        if pointer.is_null() {
+            return Err(Fault::cuda(cudaErrorInvalidValue, "null pointer"));
+        }
+        if let Some(allocation) = find(address) {
+            let room = allocation.base + allocation.bytes - address;
+            if bytes > room {
+                let text = format!("{bytes} bytes at {address:#x}, but the allocation ends after {room}");
+                return Err(Fault::cuda(cudaErrorInvalidValue, text));
+            }
+        }
+        Ok(Self { address, bytes })
+    }
+
+    /// Bytes in the range.
+    pub fn byte_len(&self) -> usize {
+        self.bytes
+    }
+
+    /// First address.
+    pub fn address(&self) -> usize {
+        self.address
+    }
+
+    fn check(&self, offset: usize, bytes: usize) {
+        let inside = offset.checked_add(bytes).is_some_and(|end| end <= self.bytes);
+        assert!(inside, "{bytes} bytes at offset {offset} of a range of {}", self.bytes);
+    }
+
+    /// Copies out of the range, from `offset`.
+    pub fn read(&self, offset: usize, into: &mut [u8]) {
+        self.check(offset, into.len());
+        // SAFETY: whoever made the span vouches for the range; `into` is ours, and callers pass staging or heap memory.
+        unsafe { std::ptr::copy((self.address + offset) as *const u8, into.as_mut_ptr(), into.len()) };
+    }
+
+    /// Copies into the range, at `offset`.
+    pub fn write(&self, offset: usize, from: &[u8]) {
+        self.check(offset, from.len());
+        // SAFETY: whoever made the span vouches for the range.
+        unsafe { std::ptr::copy(from.as_ptr(), (self.address + offset) as *mut u8, from.len()) };
+    }
+
+    /// Fills a part of the range with one byte value.
+    pub fn fill(&self, offset: usize, bytes: usize, value: u8) {
+        self.check(offset, bytes);
+        // SAFETY: whoever made the span vouches for the range.
+        unsafe { std::ptr::write_bytes((self.address + offset) as *mut u8, value, bytes) };
+    }
+
+    /// Copies another range of the same size into this one; they may overlap.
+    pub fn copy_from(&self, source: &Span) {
+        assert_eq!(self.bytes, source.bytes, "copy between ranges of different size");
+        // SAFETY: whoever made the two spans vouches for the ranges.
+        unsafe { std::ptr::copy(source.address as *const u8, self.address as *mut u8, self.bytes) };
+    }
+
+    /// A part of the range, to read.
+    pub fn view(&self, offset: usize, bytes: usize) -> &[u8] {
+        self.check(offset, bytes);
+        if bytes == 0 {
+            return &[];
+        }
+        // SAFETY: whoever made the span vouches that the range is readable and not written until the operation ends.
+        unsafe { std::slice::from_raw_parts((self.address + offset) as *const u8, bytes) }
+    }
+}

@@ -1,0 +1,575 @@
+//! The CUDA driver interface.
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+
+use nvte_ep_bindings::*;
+
+use super::{driver, driver_current, free_device, put};
+use crate::device::{self, Device};
+use crate::fault::{Fault, Outcome};
+use crate::memory::{self, Kind};
+use crate::stream::{Event, Stream};
+use crate::{copy, errors, sys};
+
+fn device_of(dev: CUdevice) -> Outcome<&'static Device> {
+    device::get(dev).ok_or_else(|| Fault::cuda(CUDA_ERROR_INVALID_DEVICE, format!("there is no device {dev}")))
+}
+
+/// A call about a stream: the NULL stream belongs to the current context, others know their device.
+fn on_stream(stream: CUstream, work: impl FnOnce(std::sync::Arc<Stream>) -> Outcome<()>) -> CUresult {
+    if stream as usize <= 2 {
+        return driver_current(|device| work(Stream::resolve(stream, device)?));
+    }
+    driver(|| {
+        let stream = Stream::resolve(stream, device::selected())?;
+        stream.device().check()?;
+        work(stream)
+    })
+}
+
+/// Initialises the driver interface.
+///
+/// # Safety
+///
+/// Always safe to call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuInit(flags: c_uint) -> CUresult {
+    if flags != 0 {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    device::initialize_driver();
+    CUDA_SUCCESS
+}
+
+/// CUDA version that the driver supports.
+///
+/// # Safety
+///
+/// `driverVersion` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuDriverGetVersion(driverVersion: *mut c_int) -> CUresult {
+    // SAFETY: the caller's contract.
+    super::code_of(|| unsafe { put(driverVersion, device::CUDA_VERSION) })
+}
+
+/// Name of an error code.
+///
+/// # Safety
+///
+/// `pStr` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuGetErrorName(error: CUresult, pStr: *mut *const c_char) -> CUresult {
+    let name = errors::driver_name(error).map_or(std::ptr::null(), std::ffi::CStr::as_ptr);
+    // SAFETY: the caller's contract.
+    let code = super::code_of(|| unsafe { put(pStr, name) });
+    if name.is_null() { CUDA_ERROR_INVALID_VALUE } else { code }
+}
+
+/// Description of an error code; for the sticky error it says what happened.
+///
+/// # Safety
+///
+/// `pStr` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuGetErrorString(error: CUresult, pStr: *mut *const c_char) -> CUresult {
+    let sticky = device::selected().sticky().filter(|sticky| sticky.fault.cuda == error);
+    let text = sticky.map(|sticky| sticky.text.as_c_str()).or_else(|| errors::description(error));
+    let text = text.map_or(std::ptr::null(), std::ffi::CStr::as_ptr);
+    // SAFETY: the caller's contract.
+    let code = super::code_of(|| unsafe { put(pStr, text) });
+    if text.is_null() { CUDA_ERROR_INVALID_VALUE } else { code }
+}
+
+/// Device with an ordinal.
+///
+/// # Safety
+///
+/// `device` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGet(device: *mut CUdevice, ordinal: c_int) -> CUresult {
+    driver(|| {
+        device_of(ordinal)?;
+        // SAFETY: the caller's contract.
+        unsafe { put(device, ordinal) }
+    })
+}
+
+/// Number of devices.
+///
+/// # Safety
+///
+/// `count` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> CUresult {
+    // SAFETY: the caller's contract.
+    driver(|| unsafe { put(count, device::all().len() as c_int) })
+}
+
+/// Name of a device, cut to `len` bytes with the final zero.
+///
+/// # Safety
+///
+/// `name` is null or has room for `len` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, dev: CUdevice) -> CUresult {
+    driver(|| {
+        device_of(dev)?;
+        let room = usize::try_from(len).unwrap_or(0);
+        if name.is_null() || room == 0 {
+            return Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, "no room for the device name"));
+        }
+        let mut text = device::NAME.as_bytes()[..device::NAME.len().min(room - 1)].to_vec();
+        text.push(0);
+        // SAFETY: the caller vouches for `len` bytes, and the text is not longer.
+        unsafe { std::ptr::copy_nonoverlapping(text.as_ptr().cast(), name, text.len()) };
+        Ok(())
+    })
+}
+
+/// Attribute of a device.
+///
+/// # Safety
+///
+/// `pi` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetAttribute(pi: *mut c_int, attrib: CUdevice_attribute, dev: CUdevice) -> CUresult {
+    driver(|| {
+        let value = device_of(dev)?.attribute(attrib);
+        let unknown = || Fault::cuda(CUDA_ERROR_INVALID_VALUE, format!("device attribute {attrib} is unknown"));
+        // SAFETY: the caller's contract.
+        unsafe { put(pi, value.ok_or_else(unknown)?) }
+    })
+}
+
+/// Primary context of a device.
+///
+/// # Safety
+///
+/// `pctx` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(pctx: *mut CUcontext, dev: CUdevice) -> CUresult {
+    driver(|| {
+        let device = device_of(dev)?;
+        // SAFETY: the caller's contract.
+        unsafe { put(pctx, device.context()) }?;
+        device.retain();
+        Ok(())
+    })
+}
+
+/// Gives back a reference to the primary context.
+///
+/// # Safety
+///
+/// Always safe to call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDevicePrimaryCtxRelease_v2(dev: CUdevice) -> CUresult {
+    driver(|| device_of(dev)?.give_back())
+}
+
+/// Context that is current on this thread, or null.
+///
+/// # Safety
+///
+/// `pctx` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxGetCurrent(pctx: *mut CUcontext) -> CUresult {
+    // SAFETY: the caller's contract.
+    driver(|| unsafe { put(pctx, device::current().map_or(std::ptr::null_mut(), Device::context)) })
+}
+
+/// Makes a context current on this thread; null leaves it without one.
+///
+/// # Safety
+///
+/// Always safe to call; an unknown context is refused.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxSetCurrent(ctx: CUcontext) -> CUresult {
+    driver(|| {
+        let device = Device::from_context(ctx);
+        if device.is_none() && !ctx.is_null() {
+            return Err(Fault::cuda(CUDA_ERROR_INVALID_CONTEXT, format!("{ctx:p} is not a context")));
+        }
+        device::make_current_driver(device);
+        Ok(())
+    })
+}
+
+/// Device of the current context.
+///
+/// # Safety
+///
+/// `device` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxGetDevice(device: *mut CUdevice) -> CUresult {
+    driver(|| {
+        let no_context = || Fault::cuda(CUDA_ERROR_INVALID_CONTEXT, "no context is current on this thread");
+        // SAFETY: the caller's contract.
+        unsafe { put(device, device::current().ok_or_else(no_context)?.ordinal) }
+    })
+}
+
+/// Waits for all work of the current context.
+///
+/// # Safety
+///
+/// Always safe to call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxSynchronize() -> CUresult {
+    driver_current(|device| {
+        device.synchronize();
+        device.check()
+    })
+}
+
+/// Creates a stream.
+///
+/// # Safety
+///
+/// `phStream` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuStreamCreate(phStream: *mut CUstream, Flags: c_uint) -> CUresult {
+    // SAFETY: the caller's contract.
+    driver_current(|device| unsafe { put(phStream, Stream::open(device, Flags)?) })
+}
+
+/// Destroys a stream after its work.
+///
+/// # Safety
+///
+/// Always safe to call; an unknown stream is refused.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuStreamDestroy_v2(hStream: CUstream) -> CUresult {
+    driver(|| Stream::destroy(hStream))
+}
+
+/// Whether a stream's work is done.
+///
+/// # Safety
+///
+/// Always safe to call; an unknown stream is refused.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuStreamQuery(hStream: CUstream) -> CUresult {
+    on_stream(hStream, |stream| stream.query())
+}
+
+/// Waits for a stream's work.
+///
+/// # Safety
+///
+/// Always safe to call; an unknown stream is refused.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuStreamSynchronize(hStream: CUstream) -> CUresult {
+    on_stream(hStream, |stream| stream.synchronize())
+}
+
+/// Whether a stream is being captured: never here.
+///
+/// # Safety
+///
+/// `captureStatus` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuStreamIsCapturing(hStream: CUstream, captureStatus: *mut c_uint) -> CUresult {
+    // SAFETY: the caller's contract.
+    on_stream(hStream, |_| unsafe { put(captureStatus, cudaStreamCaptureStatusNone) })
+}
+
+/// Makes a stream wait for an event.
+///
+/// # Safety
+///
+/// Always safe to call; unknown handles are refused.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuStreamWaitEvent(hStream: CUstream, hEvent: CUevent, Flags: c_uint) -> CUresult {
+    on_stream(hStream, |stream| {
+        if Flags != 0 {
+            return Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, format!("unknown wait flags {Flags:#x}")));
+        }
+        Event::resolve(hEvent)?.hold_back(&stream)
+    })
+}
+
+/// Creates an event.
+///
+/// # Safety
+///
+/// `phEvent` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuEventCreate(phEvent: *mut CUevent, Flags: c_uint) -> CUresult {
+    // SAFETY: the caller's contract.
+    driver_current(|_| unsafe { put(phEvent, Event::open(Flags)?) })
+}
+
+/// Destroys an event.
+///
+/// # Safety
+///
+/// Always safe to call; an unknown event is refused.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuEventDestroy_v2(hEvent: CUevent) -> CUresult {
+    driver(|| Event::destroy(hEvent))
+}
+
+/// Puts an event at the end of a stream.
+///
+/// # Safety
+///
+/// Always safe to call; unknown handles are refused.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuEventRecord(hEvent: CUevent, hStream: CUstream) -> CUresult {
+    on_stream(hStream, |stream| Event::resolve(hEvent)?.record(&stream))
+}
+
+/// Whether an event has happened.
+///
+/// # Safety
+///
+/// Always safe to call; an unknown event is refused.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuEventQuery(hEvent: CUevent) -> CUresult {
+    driver(|| Event::resolve(hEvent)?.query())
+}
+
+/// Waits for an event.
+///
+/// # Safety
+///
+/// Always safe to call; an unknown event is refused.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuEventSynchronize(hEvent: CUevent) -> CUresult {
+    driver(|| Event::resolve(hEvent)?.synchronize())
+}
+
+/// Milliseconds between two events.
+///
+/// # Safety
+///
+/// `pMilliseconds` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuEventElapsedTime(pMilliseconds: *mut f32, hStart: CUevent, hEnd: CUevent) -> CUresult {
+    driver(|| {
+        let time = Event::resolve(hEnd)?.since(&*Event::resolve(hStart)?)?;
+        // SAFETY: the caller's contract.
+        unsafe { put(pMilliseconds, time) }
+    })
+}
+
+/// Milliseconds between two events.
+///
+/// # Safety
+///
+/// As [`cuEventElapsedTime`].
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuEventElapsedTime_v2(pMilliseconds: *mut f32, hStart: CUevent, hEnd: CUevent) -> CUresult {
+    // SAFETY: the same contract.
+    unsafe { cuEventElapsedTime(pMilliseconds, hStart, hEnd) }
+}
+
+/// Allocates device memory.
+///
+/// # Safety
+///
+/// `dptr` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemAlloc_v2(dptr: *mut CUdeviceptr, bytesize: usize) -> CUresult {
+    driver_current(|device| {
+        if bytesize == 0 {
+            return Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, "an allocation of 0 bytes"));
+        }
+        // SAFETY: the caller's contract.
+        unsafe { put(dptr, 0) }?;
+        let pointer = memory::allocate(bytesize, Kind::Device, device.ordinal)?;
+        // SAFETY: the caller's contract.
+        unsafe { put(dptr, pointer as CUdeviceptr) }
+    })
+}
+
+/// Frees device memory after all work of its device.
+///
+/// # Safety
+///
+/// Nobody uses the memory any more.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemFree_v2(dptr: CUdeviceptr) -> CUresult {
+    driver_current(|device| free_device(dptr as *mut c_void, device))
+}
+
+/// Free and total memory.
+///
+/// # Safety
+///
+/// Both pointers are null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> CUresult {
+    driver_current(|_| {
+        let (available, all) = sys::memory_info();
+        // SAFETY: the caller's contract.
+        unsafe { put(free, available) }?;
+        // SAFETY: the caller's contract.
+        unsafe { put(total, all) }
+    })
+}
+
+/// Copies to the device and waits.
+///
+/// # Safety
+///
+/// Both ranges have `ByteCount` bytes.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuMemcpyHtoD_v2(dstDevice: CUdeviceptr, srcHost: *const c_void, ByteCount: usize) -> CUresult {
+    let to = dstDevice as *mut c_void;
+    driver_current(|device| {
+        // SAFETY: the caller's contract.
+        unsafe { copy::copy(to, srcHost, ByteCount, cudaMemcpyHostToDevice, device.legacy(), true) }
+    })
+}
+
+/// Copies from the device and waits.
+///
+/// # Safety
+///
+/// Both ranges have `ByteCount` bytes.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuMemcpyDtoH_v2(dstHost: *mut c_void, srcDevice: CUdeviceptr, ByteCount: usize) -> CUresult {
+    let from = srcDevice as *const c_void;
+    driver_current(|device| {
+        // SAFETY: the caller's contract.
+        unsafe { copy::copy(dstHost, from, ByteCount, cudaMemcpyDeviceToHost, device.legacy(), true) }
+    })
+}
+
+/// Copies to the device in stream order.
+///
+/// # Safety
+///
+/// The ranges have `ByteCount` bytes and stay valid until the stream has got there.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
+    dstDevice: CUdeviceptr,
+    srcHost: *const c_void,
+    ByteCount: usize,
+    hStream: CUstream,
+) -> CUresult {
+    let to = dstDevice as *mut c_void;
+    on_stream(hStream, |stream| {
+        // SAFETY: the caller's contract.
+        unsafe { copy::copy(to, srcHost, ByteCount, cudaMemcpyHostToDevice, &stream, false) }
+    })
+}
+
+/// Copies from the device in stream order.
+///
+/// # Safety
+///
+/// The ranges have `ByteCount` bytes and stay valid until the stream has got there.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
+    dstHost: *mut c_void,
+    srcDevice: CUdeviceptr,
+    ByteCount: usize,
+    hStream: CUstream,
+) -> CUresult {
+    let from = srcDevice as *const c_void;
+    on_stream(hStream, |stream| {
+        // SAFETY: the caller's contract.
+        unsafe { copy::copy(dstHost, from, ByteCount, cudaMemcpyDeviceToHost, &stream, false) }
+    })
+}
+
+/// Fills `N` bytes in stream order.
+///
+/// # Safety
+///
+/// The range stays valid until the stream has got there.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuMemsetD8Async(dstDevice: CUdeviceptr, uc: u8, N: usize, hStream: CUstream) -> CUresult {
+    let to = dstDevice as *mut c_void;
+    // SAFETY: the caller's contract.
+    on_stream(hStream, |stream| unsafe { copy::fill(to, &[uc], N, &stream, false) })
+}
+
+/// Fills `N` 32-bit words in stream order.
+///
+/// # Safety
+///
+/// The range stays valid until the stream has got there.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuMemsetD32Async(dstDevice: CUdeviceptr, ui: c_uint, N: usize, hStream: CUstream) -> CUresult {
+    let to = dstDevice as *mut c_void;
+    on_stream(hStream, |stream| {
+        let bytes = N.checked_mul(4).filter(|_| dstDevice.is_multiple_of(4));
+        let bytes = bytes.ok_or_else(|| Fault::cuda(CUDA_ERROR_INVALID_VALUE, "misaligned or too large a fill"))?;
+        // SAFETY: the caller's contract.
+        unsafe { copy::fill(to, &ui.to_ne_bytes(), bytes, &stream, false) }
+    })
+}
+
+/// Attribute of a pointer that this library allocated.
+///
+/// # Safety
+///
+/// `data` is null or has room for the attribute's type.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuPointerGetAttribute(
+    data: *mut c_void,
+    attribute: CUpointer_attribute,
+    ptr: CUdeviceptr,
+) -> CUresult {
+    driver(|| {
+        let allocation = memory::find(ptr as usize)
+            .ok_or_else(|| Fault::cuda(CUDA_ERROR_INVALID_VALUE, format!("{ptr:#x} is not memory of this library")))?;
+        let device = device_of(allocation.device)?;
+        match attribute {
+            // SAFETY: the caller vouches for a CUcontext.
+            CU_POINTER_ATTRIBUTE_CONTEXT => unsafe { put(data.cast(), device.context()) },
+            CU_POINTER_ATTRIBUTE_MEMORY_TYPE => {
+                let memory_type = if allocation.kind.on_device() { cudaMemoryTypeDevice } else { cudaMemoryTypeHost };
+                // SAFETY: the caller vouches for an unsigned int.
+                unsafe { put(data.cast::<c_uint>(), memory_type) }
+            }
+            CU_POINTER_ATTRIBUTE_DEVICE_POINTER | CU_POINTER_ATTRIBUTE_HOST_POINTER => {
+                let is_host = attribute == CU_POINTER_ATTRIBUTE_HOST_POINTER;
+                if is_host && allocation.kind.on_device() {
+                    return Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, "device memory has no host pointer"));
+                }
+                // SAFETY: the caller vouches for a pointer.
+                unsafe { put(data.cast::<CUdeviceptr>(), ptr) }
+            }
+            // SAFETY: the caller vouches for an unsigned int.
+            CU_POINTER_ATTRIBUTE_IS_MANAGED => unsafe { put(data.cast::<c_uint>(), 0) },
+            // SAFETY: the caller vouches for an int.
+            CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL => unsafe { put(data.cast::<c_int>(), allocation.device) },
+            // SAFETY: the caller vouches for a CUdeviceptr.
+            CU_POINTER_ATTRIBUTE_RANGE_START_ADDR => unsafe {
+                put(data.cast::<CUdeviceptr>(), allocation.base as CUdeviceptr)
+            },
+            // SAFETY: the caller vouches for a size_t.
+            CU_POINTER_ATTRIBUTE_RANGE_SIZE => unsafe { put(data.cast::<usize>(), allocation.bytes) },
+            // SAFETY: the caller vouches for an unsigned int.
+            CU_POINTER_ATTRIBUTE_MAPPED => unsafe { put(data.cast::<c_uint>(), 1) },
+            other => Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, format!("pointer attribute {other} is unknown"))),
+        }
+    })
+}

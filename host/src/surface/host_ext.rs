@@ -1,0 +1,109 @@
+//! Functions that only the host runtime has.
+
+use std::ffi::{c_char, c_int};
+use std::mem::size_of;
+use std::sync::atomic::Ordering;
+
+use nvte_ep_bindings::{cudaErrorInvalidValue, cudaSuccess};
+
+use crate::device;
+use crate::stats::COUNTERS;
+use crate::{comm, memory, stream};
+
+/// What the host runtime has done in this process, for leak checks and tests.
+#[repr(C)]
+#[allow(non_camel_case_types, reason = "name of the C interface")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct nvte_ep_host_stats {
+    /// Set by the caller to the size of this structure; only that many bytes are written.
+    pub struct_size: usize,
+    /// EP groups created.
+    pub groups_created: u64,
+    /// EP groups destroyed.
+    pub groups_destroyed: u64,
+    /// EP handles created.
+    pub handles_created: u64,
+    /// EP handles destroyed.
+    pub handles_destroyed: u64,
+    /// `ncclEpUpdateHandle` operations enqueued.
+    pub updates: u64,
+    /// `ncclEpDispatch` operations enqueued.
+    pub dispatches: u64,
+    /// `ncclEpCombine` operations enqueued.
+    pub combines: u64,
+    /// Communicators created.
+    pub comms_created: u64,
+    /// Communicators destroyed.
+    pub comms_destroyed: u64,
+    /// Bytes of device memory allocated now.
+    pub device_bytes_live: u64,
+    /// Allocations of device memory live now.
+    pub device_allocations_live: u64,
+    /// Windows registered now.
+    pub windows_live: u64,
+    /// Streams created and not destroyed.
+    pub streams_live: u64,
+    /// NCCL collectives that callers enqueued on communicators.
+    pub collectives: u64,
+}
+
+/// Fills `out` and returns 0; 1 if `out` is null or its `struct_size` too small for any counter.
+///
+/// # Safety
+///
+/// `out` is null or points to `out->struct_size` writable bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvte_ep_host_stats(out: *mut nvte_ep_host_stats) -> c_int {
+    if out.is_null() {
+        return cudaErrorInvalidValue as c_int;
+    }
+    // SAFETY: not null, and struct_size comes first in every version.
+    let size = unsafe { out.cast::<usize>().read() };
+    if size < size_of::<usize>() + size_of::<u64>() {
+        return cudaErrorInvalidValue as c_int;
+    }
+    let (device_bytes_live, device_allocations_live) = memory::device_usage();
+    let load = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+    let stats = nvte_ep_host_stats {
+        struct_size: size,
+        groups_created: load(&COUNTERS.groups_created),
+        groups_destroyed: load(&COUNTERS.groups_destroyed),
+        handles_created: load(&COUNTERS.handles_created),
+        handles_destroyed: load(&COUNTERS.handles_destroyed),
+        updates: load(&COUNTERS.updates),
+        dispatches: load(&COUNTERS.dispatches),
+        combines: load(&COUNTERS.combines),
+        comms_created: load(&COUNTERS.comms_created),
+        comms_destroyed: load(&COUNTERS.comms_destroyed),
+        device_bytes_live,
+        device_allocations_live,
+        windows_live: comm::live_windows(),
+        streams_live: stream::live_count(),
+        collectives: load(&COUNTERS.collectives),
+    };
+    let bytes = size.min(size_of::<nvte_ep_host_stats>());
+    // SAFETY: the caller vouches for struct_size writable bytes.
+    unsafe { std::ptr::copy_nonoverlapping((&raw const stats).cast::<u8>(), out.cast::<u8>(), bytes) };
+    cudaSuccess as c_int
+}
+
+/// Text of the sticky error of the calling thread's device, or "".
+///
+/// # Safety
+///
+/// Always safe to call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvte_ep_host_last_error() -> *const c_char {
+    device::selected().sticky().map_or(c"", |sticky| sticky.text.as_c_str()).as_ptr()
+}
+
+/// Version of the host runtime.
+///
+/// # Safety
+///
+/// Always safe to call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvte_ep_host_version() -> *const c_char {
+    const VERSION: &str = concat!("nvte-ep-host ", env!("CARGO_PKG_VERSION"), "\0");
+    VERSION.as_ptr().cast()
+}

@@ -1,0 +1,360 @@
+//! Streams, events, memory and contexts.
+
+mod common;
+
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+use common::*;
+use nvte_ep_bindings::*;
+
+/// Holds a stream up until it is opened.
+struct Gate {
+    open: Sender<()>,
+    state: Box<Receiver<()>>,
+}
+
+impl Gate {
+    fn close(stream: cudaStream_t) -> Self {
+        unsafe extern "C" fn wait(data: *mut c_void) {
+            // SAFETY: the gate outlives the stream's work.
+            let receiver = unsafe { &*data.cast::<Receiver<()>>() };
+            receiver.recv().unwrap();
+        }
+        let (open, state) = channel();
+        let state = Box::new(state);
+        // SAFETY: the receiver lives in a box that the gate keeps.
+        ok(unsafe { cudaLaunchHostFunc(stream, Some(wait), (&raw const *state).cast_mut().cast()) });
+        Self { open, state }
+    }
+
+    fn open(self, stream: cudaStream_t) {
+        self.open.send(()).unwrap();
+        // SAFETY: no preconditions.
+        ok(unsafe { cudaStreamSynchronize(stream) });
+        drop(self.state);
+    }
+}
+
+fn use_own_device() {
+    let device = take_devices(1);
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaSetDevice(device) });
+}
+
+fn new_stream(flags: u32) -> cudaStream_t {
+    let mut stream = ptr::null_mut();
+    // SAFETY: the result pointer is ours.
+    ok(unsafe { cudaStreamCreateWithFlags(&raw mut stream, flags) });
+    stream
+}
+
+fn new_event() -> cudaEvent_t {
+    let mut event = ptr::null_mut();
+    // SAFETY: the result pointer is ours.
+    ok(unsafe { cudaEventCreate(&raw mut event) });
+    event
+}
+
+fn set(buffer: &Buffer<u8>, value: i32, stream: cudaStream_t) {
+    // SAFETY: the buffer has that many bytes.
+    ok(unsafe { cudaMemsetAsync(buffer.pointer.cast(), value, buffer.len, stream) });
+}
+
+fn query(stream: cudaStream_t) -> u32 {
+    // SAFETY: no preconditions.
+    unsafe { cudaStreamQuery(stream) }
+}
+
+/// Gives a stream that must be held up time to show that it is not.
+fn stays_held_up(stream: cudaStream_t) {
+    for _ in 0..50 {
+        assert_eq!(query(stream), cudaErrorNotReady);
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
+}
+
+#[test]
+fn calls_return_before_a_held_up_stream_gets_there() {
+    use_own_device();
+    let stream = new_stream(cudaStreamNonBlocking);
+    let other = new_stream(cudaStreamNonBlocking);
+    let buffer = Buffer::of(&[1u8; 8], stream);
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaStreamSynchronize(stream) });
+    let gate = Gate::close(stream);
+    set(&buffer, 2, stream);
+    assert_eq!(query(stream), cudaErrorNotReady);
+    // SAFETY: no preconditions.
+    assert_eq!(unsafe { cudaGetLastError() }, cudaErrorNotReady);
+    // Another non-blocking stream is not held up and sees the old content.
+    let mut seen = [0u8; 8];
+    // SAFETY: both ranges have 8 bytes.
+    ok(unsafe { cudaMemcpyAsync(seen.as_mut_ptr().cast(), buffer.pointer.cast(), 8, cudaMemcpyDeviceToHost, other) });
+    assert_eq!(seen, [1; 8]);
+    gate.open(stream);
+    assert_eq!((query(stream), buffer.get()), (0, vec![2; 8]));
+}
+
+#[test]
+fn events_order_streams() {
+    use_own_device();
+    let (first, second) = (new_stream(cudaStreamNonBlocking), new_stream(cudaStreamNonBlocking));
+    let buffer = Buffer::of(&[0u8; 4], first);
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaStreamSynchronize(first) });
+    let (start, end) = (new_event(), new_event());
+    let gate = Gate::close(first);
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaEventRecord(start, first) });
+    set(&buffer, 1, first);
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaEventRecord(end, first) });
+    // SAFETY: no preconditions; `end` is not recorded again before it happens.
+    ok(unsafe { cudaStreamWaitEvent(second, end, 0) });
+    set(&buffer, 2, second);
+    // SAFETY: no preconditions.
+    assert_eq!(unsafe { cudaEventQuery(end) }, cudaErrorNotReady);
+    stays_held_up(second);
+    let mut ms = -1f32;
+    // SAFETY: the result pointer is ours.
+    assert_eq!(unsafe { cudaEventElapsedTime(&raw mut ms, start, end) }, cudaErrorNotReady);
+    gate.open(first);
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaStreamSynchronize(second) });
+    assert_eq!(buffer.get(), [2; 4]);
+    // SAFETY: the result pointer is ours.
+    ok(unsafe { cudaEventElapsedTime(&raw mut ms, start, end) });
+    assert!((0.0..60_000.0).contains(&ms), "{ms}");
+    for event in [start, end] {
+        // SAFETY: no preconditions.
+        ok(unsafe { cudaEventDestroy(event) });
+        // SAFETY: no preconditions; a second time is refused.
+        assert_eq!(unsafe { cudaEventDestroy(event) }, cudaErrorInvalidResourceHandle);
+    }
+}
+
+#[test]
+fn the_null_stream_waits_for_blocking_streams_and_they_for_it() {
+    use_own_device();
+    let (blocking, free) = (new_stream(0), new_stream(cudaStreamNonBlocking));
+    let null = ptr::null_mut();
+    let gate = Gate::close(blocking);
+    let buffer = Buffer::<u8>::new(4, free);
+    set(&buffer, 1, null);
+    set(&buffer, 9, free);
+    assert_eq!(buffer.get(), [9; 4], "a non-blocking stream does not wait");
+    stays_held_up(null);
+    assert_eq!(query(1 as cudaStream_t), cudaErrorNotReady);
+    gate.open(blocking);
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaStreamSynchronize(null) });
+    assert_eq!(buffer.get(), [1; 4]);
+
+    let gate = Gate::close(null);
+    set(&buffer, 3, blocking);
+    set(&buffer, 4, 2 as cudaStream_t);
+    stays_held_up(blocking);
+    stays_held_up(2 as cudaStream_t);
+    gate.open(null);
+    for stream in [blocking, 2 as cudaStream_t] {
+        // SAFETY: no preconditions.
+        ok(unsafe { cudaStreamSynchronize(stream) });
+    }
+    assert!([vec![3; 4], vec![4; 4]].contains(&buffer.get()));
+}
+
+#[test]
+fn a_destroyed_stream_finishes_its_work() {
+    unsafe extern "C" fn count(data: *mut c_void) {
+        // SAFETY: the counter is static.
+        unsafe { &*data.cast::<AtomicU32>() }.fetch_add(1, Ordering::SeqCst);
+    }
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    use_own_device();
+    let stream = new_stream(cudaStreamNonBlocking);
+    let gate = Gate::close(stream);
+    for _ in 0..100 {
+        // SAFETY: the counter is static.
+        ok(unsafe { cudaLaunchHostFunc(stream, Some(count), (&raw const COUNT).cast_mut().cast()) });
+    }
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaStreamDestroy(stream) });
+    assert_eq!(query(stream), cudaErrorInvalidResourceHandle);
+    gate.open.send(()).unwrap();
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaDeviceSynchronize() });
+    assert_eq!(COUNT.load(Ordering::SeqCst), 100);
+}
+
+#[test]
+fn host_functions_may_not_call_cuda() {
+    unsafe extern "C" fn call(data: *mut c_void) {
+        // SAFETY: no preconditions.
+        let code = unsafe { cudaDeviceSynchronize() };
+        // SAFETY: the test waits for this function.
+        unsafe { data.cast::<u32>().write(code) };
+    }
+    use_own_device();
+    let stream = new_stream(0);
+    let mut code = 0u32;
+    // SAFETY: the result outlives the stream's work.
+    ok(unsafe { cudaLaunchHostFunc(stream, Some(call), (&raw mut code).cast()) });
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaStreamSynchronize(stream) });
+    // SAFETY: the function has ended.
+    assert_eq!(unsafe { (&raw const code).read_volatile() }, cudaErrorNotPermitted);
+}
+
+#[test]
+fn pageable_sources_are_copied_at_the_call_and_pinned_ones_later() {
+    use_own_device();
+    let stream = new_stream(cudaStreamNonBlocking);
+    let buffer = Buffer::<u8>::new(8, stream);
+    let mut pinned = ptr::null_mut();
+    // SAFETY: the result pointer is ours.
+    ok(unsafe { cudaMallocHost(&raw mut pinned, 4) });
+    let gate = Gate::close(stream);
+    let mut pageable = [7u8; 4];
+    let copy = |offset: usize, from: *const c_void| {
+        // SAFETY: both ranges have 4 bytes.
+        ok(unsafe {
+            cudaMemcpyAsync(buffer.pointer.wrapping_add(offset).cast(), from, 4, cudaMemcpyHostToDevice, stream)
+        });
+    };
+    copy(0, pageable.as_ptr().cast());
+    copy(4, pinned);
+    pageable.fill(8);
+    // SAFETY: the pinned memory has 4 bytes.
+    unsafe { pinned.cast::<u8>().write_bytes(5, 4) };
+    gate.open(stream);
+    assert_eq!(buffer.get(), [7, 7, 7, 7, 5, 5, 5, 5]);
+    assert_eq!(pageable, [8; 4]);
+    // SAFETY: nobody uses the memory any more.
+    ok(unsafe { cudaFreeHost(pinned) });
+}
+
+#[test]
+fn memory_is_aligned_poisoned_and_tracked() {
+    use_own_device();
+    let stream = new_stream(cudaStreamNonBlocking);
+    let buffer = Buffer::<u8>::new(1000, stream);
+    assert_eq!(buffer.pointer as usize % 256, 0);
+    assert_eq!(buffer.get(), [0xCB; 1000]);
+    let mut attributes = cudaPointerAttributes::default();
+    // SAFETY: the result pointer is ours.
+    ok(unsafe { cudaPointerGetAttributes(&raw mut attributes, buffer.pointer.wrapping_add(999).cast()) });
+    assert_eq!(attributes.type_, cudaMemoryTypeDevice);
+    let local = 0u8;
+    // SAFETY: the result pointer is ours.
+    ok(unsafe { cudaPointerGetAttributes(&raw mut attributes, (&raw const local).cast()) });
+    assert_eq!(attributes.type_, cudaMemoryTypeUnregistered);
+    for wrong in [buffer.pointer.wrapping_add(256).cast(), (&raw const local).cast_mut().cast()] {
+        // SAFETY: refused.
+        assert_eq!(unsafe { cudaFree(wrong) }, cudaErrorInvalidValue);
+    }
+    // SAFETY: refused.
+    assert_eq!(unsafe { cudaFreeHost(buffer.pointer.cast()) }, cudaErrorInvalidValue);
+    // SAFETY: nothing to free.
+    ok(unsafe { cudaFree(ptr::null_mut()) });
+    // SAFETY: refused, as the range leaves the allocation.
+    assert_eq!(unsafe { cudaMemsetAsync(buffer.pointer.cast(), 0, 1001, stream) }, cudaErrorInvalidValue);
+    let mut huge = ptr::null_mut();
+    // SAFETY: the result pointer is ours.
+    assert_eq!(unsafe { cudaMalloc(&raw mut huge, 1 << 50) }, cudaErrorMemoryAllocation);
+    assert!(huge.is_null());
+    for code in [cudaErrorMemoryAllocation, cudaSuccess] {
+        // SAFETY: no preconditions.
+        assert_eq!(unsafe { cudaGetLastError() }, code);
+    }
+}
+
+#[test]
+fn a_thread_has_no_context_until_it_asks_for_one() {
+    use_own_device();
+    let mut primary = ptr::null_mut();
+    // SAFETY: the result pointer is ours.
+    ok(unsafe { cuDevicePrimaryCtxRetain(&raw mut primary, 0) });
+    std::thread::spawn({
+        let primary = primary as usize;
+        move || {
+            let current = || {
+                let mut context = ptr::null_mut();
+                // SAFETY: the result pointer is ours.
+                ok(unsafe { cuCtxGetCurrent(&raw mut context) });
+                context as usize
+            };
+            let mut device = -1;
+            assert_eq!(current(), 0);
+            // SAFETY: the result pointer is ours.
+            assert_eq!(unsafe { cuCtxGetDevice(&raw mut device) }, CUDA_ERROR_INVALID_CONTEXT);
+            let mut memory = 0;
+            // SAFETY: the result pointer is ours.
+            assert_eq!(unsafe { cuMemAlloc_v2(&raw mut memory, 16) }, CUDA_ERROR_INVALID_CONTEXT);
+            // SAFETY: refused.
+            assert_eq!(unsafe { cuCtxSetCurrent(ptr::dangling_mut()) }, CUDA_ERROR_INVALID_CONTEXT);
+            // SAFETY: no preconditions.
+            ok(unsafe { cuCtxSetCurrent(primary as CUcontext) });
+            assert_eq!(current(), primary);
+            // SAFETY: no preconditions.
+            ok(unsafe { cuCtxSetCurrent(ptr::null_mut()) });
+            assert_eq!(current(), 0);
+            let mut pointer = ptr::null_mut();
+            // SAFETY: the result pointer is ours; a runtime call brings the context.
+            ok(unsafe { cudaMalloc(&raw mut pointer, 16) });
+            assert_eq!(current(), primary);
+            // SAFETY: nobody uses the memory.
+            ok(unsafe { cudaFree(pointer) });
+        }
+    })
+    .join()
+    .unwrap();
+    // SAFETY: no preconditions.
+    ok(unsafe { cuDevicePrimaryCtxRelease_v2(0) });
+}
+
+#[test]
+fn attributes_are_those_of_the_modelled_device() {
+    use_own_device();
+    let attribute = |number: u32| {
+        let mut value = -1;
+        // SAFETY: the result pointer is ours.
+        let code = unsafe { cuDeviceGetAttribute(&raw mut value, number, 0) };
+        (code, value)
+    };
+    assert_eq!(attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR), (0, 9));
+    assert_eq!(attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR), (0, 0));
+    assert_eq!(attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT), (0, 132));
+    assert_eq!(attribute(100_000).0, CUDA_ERROR_INVALID_VALUE);
+    let mut name = [1i8; 8];
+    // SAFETY: the buffer has 8 bytes.
+    ok(unsafe { cuDeviceGetName(name.as_mut_ptr(), 8, 0) });
+    assert_eq!(name.map(i8::cast_unsigned), *b"nvte-ep\0");
+    let mut version = 0;
+    // SAFETY: the result pointer is ours.
+    ok(unsafe { cuDriverGetVersion(&raw mut version) });
+    assert_eq!(version, 13000);
+}
+
+#[test]
+fn memory_freed_in_stream_order_stays_until_then() {
+    use_own_device();
+    let stream = new_stream(cudaStreamNonBlocking);
+    let mut memory = ptr::null_mut();
+    // SAFETY: the result pointer is ours.
+    ok(unsafe { cudaMallocAsync(&raw mut memory, 64, stream) });
+    let result = Buffer::<u8>::new(64, stream);
+    let gate = Gate::close(stream);
+    // SAFETY: the memory is freed behind this.
+    ok(unsafe { cudaMemsetAsync(memory, 6, 64, stream) });
+    // SAFETY: both have 64 bytes.
+    ok(unsafe { cudaMemcpyAsync(result.pointer.cast(), memory, 64, cudaMemcpyDeviceToDevice, stream) });
+    // SAFETY: nobody uses the memory behind this.
+    ok(unsafe { cudaFreeAsync(memory, stream) });
+    // SAFETY: refused.
+    assert_eq!(unsafe { cudaFreeAsync(memory, stream) }, cudaErrorInvalidValue);
+    gate.open(stream);
+    assert_eq!(result.get(), [6; 64]);
+}
