@@ -1,0 +1,197 @@
+//! The command line and the rules it has to obey before anything starts.
+
+use crate::element::Dtype;
+use crate::routing::Problem;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+/// Expert-parallel dispatch and combine: run it and check it.
+#[derive(Debug, Parser)]
+#[command(name = "nvte-ep", version)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Run a mixture-of-experts layer, forward and backward, and check every output against a reference.
+    ///
+    /// Starts its own ranks; under mpirun, torchrun (--no-python) or srun it is one of theirs. The routing is skewed
+    /// and uneven, with masked entries. Exit code 0: all checks passed; 1: something differed or failed; 2: the
+    /// arguments cannot be run.
+    Run(RunArgs),
+}
+
+/// Which runtime the run asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum RuntimeArg {
+    /// NVTE_EP_RUNTIME if set; else cuda where there is a fit GPU; else host.
+    Auto,
+    /// GPUs, through CUDA, NCCL and NCCL EP.
+    Cuda,
+    /// The host runtime: no GPU needed.
+    Host,
+}
+
+/// The arguments of `run`.
+#[derive(Debug, Clone, Args)]
+pub struct RunArgs {
+    /// Ranks to start [default: 4; under a launcher, as many as it started].
+    #[arg(long, value_name = "N")]
+    pub ranks: Option<usize>,
+    /// Most tokens a rank sends in one step.
+    #[arg(long, value_name = "T", default_value_t = 512)]
+    pub tokens: usize,
+    /// Elements of a token.
+    #[arg(long, value_name = "H", default_value_t = 1024)]
+    pub hidden: usize,
+    /// Experts of a token.
+    #[arg(long, value_name = "K", default_value_t = 4)]
+    pub top_k: usize,
+    /// Experts over all ranks.
+    #[arg(long, value_name = "E", default_value_t = 16)]
+    pub experts: usize,
+    /// Every expert's received rows are padded to a multiple of this many; 0 or 1 = no padding.
+    #[arg(long, value_name = "A", default_value_t = 16)]
+    pub align: usize,
+    /// Data type of tokens.
+    #[arg(long, value_enum, default_value_t = Dtype::Bf16)]
+    pub dtype: Dtype,
+    /// Steps, each with a routing of its own.
+    #[arg(long, value_name = "S", default_value_t = 3)]
+    pub steps: usize,
+    /// Seed of routing, tokens, gradients and experts.
+    #[arg(long, value_name = "X", default_value_t = 1)]
+    pub seed: u64,
+    /// Where to run.
+    #[arg(long, value_enum, default_value_t = RuntimeArg::Auto)]
+    pub runtime: RuntimeArg,
+    /// Streaming multiprocessors that a rank's communication may use [default: the library's choice, shared out where
+    /// ranks share a GPU].
+    #[arg(long, value_name = "N")]
+    pub max_sms: Option<usize>,
+    /// Inner dimension of the experts, y = B (A x).
+    #[arg(long, value_name = "F", default_value_t = 16)]
+    pub expert_dim: usize,
+    /// Also print a hash of every output, by step and rank, to compare runs bit by bit.
+    #[arg(long)]
+    pub digest: bool,
+    /// Print machine-readable results instead of tables.
+    #[arg(long)]
+    pub json: bool,
+    /// Seconds after which the whole run is ended as failed.
+    #[arg(long, value_name = "S", default_value_t = 600)]
+    pub timeout: u64,
+    /// Pass on what the ranks print themselves (started ranks only).
+    #[arg(long, short)]
+    pub verbose: bool,
+}
+
+/// Ranks where neither the command line nor a launcher says.
+pub const DEFAULT_RANKS: usize = 4;
+
+impl RunArgs {
+    /// The layer and its steps, if the arguments agree with each other; else what to change.
+    pub fn problem(&self, ranks: usize) -> Result<Problem, String> {
+        fn positive(name: &str, value: usize, limit: usize) -> Result<(), String> {
+            if (1..=limit).contains(&value) {
+                return Ok(());
+            }
+            Err(format!("{name} must be 1 to {limit}, got {value}"))
+        }
+        positive("--ranks", ranks, 1024)?;
+        positive("--tokens", self.tokens, 1 << 20)?;
+        positive("--hidden", self.hidden, 1 << 20)?;
+        positive("--experts", self.experts, 1 << 16)?;
+        positive("--top-k", self.top_k, 32)?;
+        positive("--steps", self.steps, 1_000_000)?;
+        positive("--expert-dim", self.expert_dim, 1024)?;
+        if self.timeout == 0 {
+            return Err("--timeout must be at least 1 second".into());
+        }
+        if !self.experts.is_multiple_of(ranks) {
+            return Err(format!("--experts must be a multiple of the {ranks} ranks, got {}", self.experts));
+        }
+        if !self.experts.is_multiple_of(4) {
+            return Err(format!("--experts must be a multiple of 4 (NCCL EP's routing map), got {}", self.experts));
+        }
+        if self.experts / ranks > 256 {
+            let found = self.experts / ranks;
+            return Err(format!("--experts must be at most 256 a rank (NCCL EP's limit), got {found} a rank"));
+        }
+        if self.top_k > self.experts {
+            return Err(format!("--top-k must be at most the {} experts, got {}", self.experts, self.top_k));
+        }
+        if !self.hidden.is_multiple_of(8) {
+            return Err(format!("--hidden must be a multiple of 8 (combine's vector width), got {}", self.hidden));
+        }
+        let row = self.hidden * self.dtype.bytes();
+        if !row.is_multiple_of(16) {
+            return Err(format!("a token must be a multiple of 16 bytes, but --hidden {} makes {row}", self.hidden));
+        }
+        if self.align > 1 && !(self.align.is_power_of_two() && self.align <= 1 << 16) {
+            return Err(format!("--align must be 0 or a power of two up to 65536, got {}", self.align));
+        }
+        if self.max_sms.is_some_and(|sms| !(1..=1024).contains(&sms)) {
+            return Err("--max-sms must be 1 to 1024; leave it out for the automatic choice".into());
+        }
+        Ok(Problem {
+            ranks,
+            tokens: self.tokens,
+            hidden: self.hidden,
+            top_k: self.top_k,
+            experts: self.experts,
+            align: self.align,
+            steps: self.steps,
+            seed: self.seed,
+            expert_dim: self.expert_dim,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    fn parse(extra: &[&str]) -> RunArgs {
+        let all = ["nvte-ep", "run"].iter().chain(extra);
+        let Command::Run(args) = Cli::try_parse_from(all).unwrap().command;
+        args
+    }
+
+    #[test]
+    fn definition_is_sound_and_defaults_run() {
+        Cli::command().debug_assert();
+        let problem = parse(&[]).problem(DEFAULT_RANKS).unwrap();
+        assert_eq!((problem.tokens, problem.hidden, problem.experts, problem.steps), (512, 1024, 16, 3));
+    }
+
+    #[test]
+    fn unfit_combinations_are_refused_by_name() {
+        for (extra, ranks, text) in [
+            (&["--experts", "16"][..], 3, "--experts must be a multiple of the 3 ranks, got 16"),
+            (&["--experts", "6"], 2, "--experts must be a multiple of 4 (NCCL EP's routing map), got 6"),
+            (&["--top-k", "8", "--experts", "4"], 2, "--top-k must be at most the 4 experts, got 8"),
+            (&["--top-k", "33", "--experts", "64"], 2, "--top-k must be 1 to 32, got 33"),
+            (&["--hidden", "12"], 2, "--hidden must be a multiple of 8 (combine's vector width), got 12"),
+            (&["--align", "12"], 2, "--align must be 0 or a power of two up to 65536, got 12"),
+            (&["--steps", "0"], 2, "--steps must be 1 to 1000000, got 0"),
+            (&["--tokens", "0"], 2, "--tokens must be 1 to 1048576, got 0"),
+            (&["--experts", "1024"], 2, "--experts must be at most 256 a rank (NCCL EP's limit), got 512 a rank"),
+            (&["--max-sms", "0"], 2, "--max-sms must be 1 to 1024; leave it out for the automatic choice"),
+            (&["--timeout", "0"], 2, "--timeout must be at least 1 second"),
+            (&[], 0, "--ranks must be 1 to 1024, got 0"),
+        ] {
+            assert_eq!(parse(extra).problem(ranks).unwrap_err(), text);
+        }
+    }
+
+    #[test]
+    fn only_run_exists() {
+        assert!(Cli::try_parse_from(["nvte-ep", "bench"]).is_err());
+        assert!(Cli::try_parse_from(["nvte-ep", "run", "--dtype", "f64"]).is_err());
+    }
+}

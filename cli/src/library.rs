@@ -1,0 +1,182 @@
+//! libnvte_ep.so: where it is looked for, its functions, and tensors that release themselves.
+
+use crate::Outcome;
+use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
+use nvte_ep_core::ffi::comm_window::NVTECommWindow;
+use nvte_ep_core::ffi::register_layer::{NVTEEpGroupConfig, NVTEEpHandle, NVTEEpLayerConfig};
+use nvte_ep_core::ffi::types::{
+    NVTE_DELAYED_TENSOR_SCALING, NVTEBasicTensor, NVTEDType, NVTEScalingMode, NVTEShape, NVTETensor, NVTETensorParam,
+    cudaStream_t, kNVTERowwiseData,
+};
+use nvte_ep_core::sys::{catch_foreign, own_directories};
+use std::ffi::{CStr, OsStr, c_char, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+
+/// Declares the table of the library's functions and its constructor.
+macro_rules! table {
+    ($( $name:ident : fn($($argument:ty),*) $(-> $result:ty)?; )*) => {
+        /// The functions of libnvte_ep.so. They report errors as C++ exceptions, so every call goes through
+        /// [`catch_foreign`].
+        #[allow(non_snake_case, missing_docs, reason = "fields carry the C functions' names")]
+        #[derive(Debug)]
+        pub struct Functions {
+            $( pub $name: unsafe extern "C-unwind" fn($($argument),*) $(-> $result)?, )*
+        }
+
+        impl Functions {
+            fn from_library(library: &UnixLibrary) -> Result<Self, libloading::Error> {
+                Ok(Self {
+                    // SAFETY: the symbol is the function of this name, whose prototype the ABI fixes.
+                    $( $name: unsafe { *library.get(concat!(stringify!($name), "\0").as_bytes())? }, )*
+                })
+            }
+        }
+    };
+}
+
+table! {
+    nvte_ep_initialize: fn(*mut c_void, NVTEEpGroupConfig);
+    nvte_ep_shutdown: fn();
+    nvte_ep_register_layer: fn(NVTEEpLayerConfig, *mut usize) -> u64;
+    nvte_ep_prepare: fn(NVTEEpHandle, NVTETensor, NVTETensor, usize, cudaStream_t);
+    nvte_ep_dispatch: fn(NVTEEpHandle, NVTETensor, NVTETensor, NVTECommWindow, NVTETensor, NVTECommWindow, NVTETensor, NVTECommWindow, NVTETensor, NVTECommWindow, cudaStream_t);
+    nvte_ep_combine: fn(NVTEEpHandle, NVTETensor, NVTECommWindow, NVTETensor, cudaStream_t);
+    nvte_ep_dispatch_bwd: fn(NVTEEpHandle, NVTETensor, NVTECommWindow, NVTETensor, NVTECommWindow, NVTETensor, NVTETensor, cudaStream_t);
+    nvte_ep_combine_bwd: fn(NVTEEpHandle, NVTETensor, NVTECommWindow, NVTETensor, NVTECommWindow, cudaStream_t);
+    nvte_ep_ext_version: fn() -> *const c_char;
+    nvte_create_tensor: fn(NVTEScalingMode) -> NVTETensor;
+    nvte_set_tensor_param_v2: fn(NVTETensor, NVTETensorParam, *const c_void, usize);
+    nvte_destroy_tensor: fn(NVTETensor);
+}
+
+/// No window: the tensor's own address is used.
+pub const NO_WINDOW: NVTECommWindow = NVTECommWindow { window: std::ptr::null_mut(), offset: 0 };
+
+/// The loaded library; it stays loaded until the process ends.
+#[derive(Debug)]
+pub struct Library {
+    /// Its functions.
+    pub functions: Functions,
+    /// The file it was loaded from.
+    pub path: PathBuf,
+}
+
+/// Names the library's file; set by the user.
+pub const PATH_VARIABLE: &str = "NVTE_EP_LIB";
+
+impl Library {
+    /// Loads the library: the file that `NVTE_EP_LIB` names, else the one beside this program, else the loader's.
+    pub fn load(named: Option<PathBuf>) -> Outcome<Self> {
+        let candidates = match named {
+            Some(path) => vec![path],
+            None => own_directories()
+                .into_iter()
+                .map(|directory| directory.join("libnvte_ep.so"))
+                .filter(|path| path.exists())
+                .chain([PathBuf::from("libnvte_ep.so.1")])
+                .collect(),
+        };
+        let mut tried = Vec::new();
+        for path in candidates {
+            // SAFETY: the library's initialisers only set up its own statics.
+            match unsafe { UnixLibrary::open(Some(&path), RTLD_NOW | RTLD_LOCAL) } {
+                Ok(library) => {
+                    let functions = Functions::from_library(&library)
+                        .map_err(|error| format!("{} is not a current libnvte_ep.so: {error}", path.display()))?;
+                    std::mem::forget(library);
+                    let path = file_of(functions.nvte_ep_initialize as *const c_void).unwrap_or(path);
+                    return Ok(Self { functions, path });
+                }
+                Err(error) => {
+                    // The loader's own words are in the error's source.
+                    let cause =
+                        std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
+                    tried.push(format!("\n  {cause}"));
+                }
+            }
+        }
+        let tried = tried.concat();
+        Err(format!(
+            "libnvte_ep.so could not be loaded; build it (cargo build --release) or set {PATH_VARIABLE}:{tried}"
+        )
+        .into())
+    }
+
+    /// What the library says it is.
+    pub fn version(&self) -> Outcome<String> {
+        let function = self.functions.nvte_ep_ext_version;
+        // SAFETY: takes nothing.
+        let text = catch_foreign("nvte_ep_ext_version", || unsafe { function() })?;
+        if text.is_null() {
+            return Err("nvte_ep_ext_version returned no text".into());
+        }
+        // SAFETY: the library returns a static NUL-terminated string.
+        Ok(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+    }
+
+    /// A tensor over `shape` elements at the device address `address`.
+    pub fn tensor(&self, address: u64, dtype: NVTEDType, shape: &[usize]) -> Outcome<Tensor<'_>> {
+        let create = self.functions.nvte_create_tensor;
+        // SAFETY: takes a number.
+        let raw = catch_foreign("nvte_create_tensor", || unsafe { create(NVTE_DELAYED_TENSOR_SCALING) })?;
+        let tensor = Tensor { raw, library: self };
+        let mut data = [0; 15];
+        data[..shape.len()].copy_from_slice(shape);
+        let basic = NVTEBasicTensor {
+            data_ptr: std::ptr::with_exposed_provenance_mut(address as usize),
+            dtype,
+            shape: NVTEShape { data, ndim: shape.len() },
+        };
+        let (set, basic) = (self.functions.nvte_set_tensor_param_v2, (&raw const basic).cast());
+        catch_foreign("nvte_set_tensor_param_v2", || {
+            // SAFETY: the tensor was just created, and `basic` points to a live NVTEBasicTensor of the size given.
+            unsafe { set(raw, kNVTERowwiseData, basic, size_of::<NVTEBasicTensor>()) }
+        })?;
+        Ok(tensor)
+    }
+}
+
+/// The file that a function was loaded from, with links resolved.
+fn file_of(function: *const c_void) -> Option<PathBuf> {
+    let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
+    // SAFETY: `info` is writable; any address may be asked for.
+    if unsafe { libc::dladdr(function, info.as_mut_ptr()) } == 0 {
+        return None;
+    }
+    // SAFETY: all-zero is a valid Dl_info, and dladdr filled it.
+    let name = unsafe { info.assume_init() }.dli_fname;
+    if name.is_null() {
+        return None;
+    }
+    // SAFETY: dladdr's file name is a NUL-terminated string that lives as long as the object is loaded.
+    let name = unsafe { CStr::from_ptr(name) };
+    PathBuf::from(OsStr::from_bytes(name.to_bytes())).canonicalize().ok()
+}
+
+/// A tensor of the library, destroyed when dropped. It does not own the memory it describes.
+#[derive(Debug)]
+pub struct Tensor<'a> {
+    /// The C value.
+    pub raw: NVTETensor,
+    library: &'a Library,
+}
+
+impl Drop for Tensor<'_> {
+    fn drop(&mut self) {
+        let (destroy, raw) = (self.library.functions.nvte_destroy_tensor, self.raw);
+        // SAFETY: this value made the tensor and destroys it once. An exception leaves nothing to do: the tensor is gone.
+        drop(catch_foreign("nvte_destroy_tensor", || unsafe { destroy(raw) }));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_library_is_told_with_the_remedy() {
+        let error = Library::load(Some("/nonexistent/libnvte_ep.so".into())).unwrap_err().to_string();
+        assert!(error.contains("NVTE_EP_LIB") && error.contains("/nonexistent/libnvte_ep.so"), "{error}");
+    }
+}

@@ -1,0 +1,162 @@
+//! The built command: arguments everywhere, and whole runs over the host runtime where its libraries were built too.
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_nvte-ep");
+const PASSED: &str = "all checks passed";
+
+/// Variables that would change what a run does.
+const FOREIGN: [&str; 9] = [
+    "NVTE_EP_RUNTIME",
+    "NVTE_EP_LIB",
+    "NVTE_EP_HOST_LIB",
+    "RANK",
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "SLURM_STEP_ID",
+    "NVTE_EP_RUN_TICKET",
+    "NVTE_EP_RUN_PROBE",
+];
+
+fn command(arguments: &[&str]) -> Command {
+    let mut command = Command::new(PROGRAM);
+    command.arg("run").args(arguments).stdin(Stdio::null());
+    for name in FOREIGN {
+        command.env_remove(name);
+    }
+    command
+}
+
+fn run(arguments: &[&str]) -> Output {
+    command(arguments).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Whether both libraries lie beside the program; they do after `cargo build` at the root of the workspace.
+fn libraries() -> bool {
+    let folder = Path::new(PROGRAM).parent().unwrap();
+    let there = ["libnvte_ep.so", "libnvte_ep_host.so"].iter().all(|name| folder.join(name).exists());
+    if !there {
+        eprintln!("skipped: build the whole workspace first, so that libnvte_ep.so and libnvte_ep_host.so are there");
+    }
+    there
+}
+
+const SMALL: [&str; 6] = ["--runtime=host", "--tokens=40", "--hidden=64", "--experts=8", "--top-k=2", "--steps=3"];
+
+fn small<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    SMALL.iter().chain(&["--ranks=2"]).chain(more).copied().collect()
+}
+
+#[test]
+fn bad_arguments_end_with_2_before_anything_starts() {
+    for (arguments, message) in [
+        (&["--ranks", "3"][..], "--experts must be a multiple of the 3 ranks, got 16"),
+        (&["--hidden", "20"], "--hidden must be a multiple of 8"),
+        (&["--top-k", "17"], "--top-k must be at most the 16 experts, got 17"),
+        (&["--dtype", "int8"], "invalid value 'int8'"),
+        (&["--no-such-option"], "unexpected argument"),
+    ] {
+        let output = run(arguments);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+        let error = text(&output.stderr);
+        assert!(error.starts_with("error: ") && error.contains(message), "{error}");
+        assert!(output.stdout.is_empty());
+    }
+}
+
+#[test]
+fn a_library_that_is_not_there_is_told_and_ends_with_1() {
+    let output = command(&small(&[])).env("NVTE_EP_LIB", "/nonexistent/libnvte_ep.so").output().unwrap();
+    let printed = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(1), "{printed}");
+    assert!(printed.contains("ranks 0, 1 failed: libnvte_ep.so could not be loaded"), "{printed}");
+    assert!(printed.ends_with("checks failed\n"));
+}
+
+#[test]
+fn every_type_passes() {
+    if !libraries() {
+        return;
+    }
+    for more in [&["--dtype", "bf16"][..], &["--dtype", "f16", "--align", "0"], &["--dtype", "f32", "--align", "8"]] {
+        let output = run(&small(more));
+        let printed = text(&output.stdout);
+        assert!(output.status.success(), "{printed}{}", text(&output.stderr));
+        assert!(printed.ends_with(&format!("\n{PASSED}\n")), "{printed}");
+        for part in ["runtime    host: asked for by --runtime host", "grad_topk_weights (bits)", "dispatch_bwd"] {
+            assert!(printed.contains(part), "{part} is not in\n{printed}");
+        }
+    }
+}
+
+#[test]
+fn digests_repeat_and_follow_the_seed() {
+    if !libraries() {
+        return;
+    }
+    let digests = |seed| {
+        let printed = text(&run(&small(&["--digest", "--seed", seed])).stdout);
+        printed.lines().filter(|line| line.starts_with("digest ")).map(str::to_owned).collect::<Vec<_>>()
+    };
+    let first = digests("5");
+    assert_eq!(first.len(), 3 * 2 * 7);
+    assert_eq!(first, digests("5"));
+    assert_ne!(first, digests("6"));
+}
+
+#[test]
+fn machine_readable_results() {
+    if !libraries() {
+        return;
+    }
+    let output = run(&small(&["--json"]));
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["passed"], true);
+    assert_eq!(report["ranks"].as_array().map(Vec::len), Some(2));
+    assert_eq!(report["ranks"][1]["steps"][2]["milliseconds"].as_array().map(Vec::len), Some(5));
+    assert!(report["ranks"][0]["outputs"].as_array().unwrap().iter().all(|output| output["wrong"] == 0));
+}
+
+#[test]
+fn ranks_of_a_launcher_meet_and_one_prints() {
+    if !libraries() {
+        return;
+    }
+    let job = format!("test-{}", std::process::id());
+    let start = |rank: &str| {
+        command(&SMALL)
+            .env("OMPI_COMM_WORLD_RANK", rank)
+            .env("OMPI_COMM_WORLD_SIZE", "2")
+            .env("OMPI_COMM_WORLD_LOCAL_RANK", rank)
+            .env("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+            .env("PMIX_NAMESPACE", &job)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    // Twice, as the second run finds the same job name again.
+    for _ in 0..2 {
+        let [first, second] = ["0", "1"].map(start).map(|child| child.wait_with_output().unwrap());
+        assert!(first.status.success() && second.status.success(), "{}", text(&second.stderr));
+        assert!(text(&first.stdout).ends_with(&format!("\n{PASSED}\n")));
+        assert!(second.stdout.is_empty());
+    }
+}
+
+#[test]
+fn time_runs_out() {
+    if !libraries() {
+        return;
+    }
+    let large = ["--runtime", "host", "--ranks", "2", "--tokens", "8192", "--hidden", "4096", "--timeout", "1"];
+    let output = run(&large);
+    let printed = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(1), "{printed}");
+    assert!(printed.contains("time ran out after 1 s"), "{printed}");
+}
