@@ -36,14 +36,12 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Whether both libraries lie beside the program; they do after `cargo build` at the root of the workspace.
-fn libraries() -> bool {
+/// Both libraries have to lie beside the program, as `cargo build` at the root of the workspace puts them.
+fn require_libraries() {
     let folder = Path::new(PROGRAM).parent().unwrap();
-    let there = ["libnvte_ep.so", "libnvte_ep_host.so"].iter().all(|name| folder.join(name).exists());
-    if !there {
-        eprintln!("skipped: build the whole workspace first, so that libnvte_ep.so and libnvte_ep_host.so are there");
+    for name in ["libnvte_ep.so", "libnvte_ep_host.so"] {
+        assert!(folder.join(name).exists(), "{name} is not beside {PROGRAM}: run `cargo build` before `cargo test`");
     }
-    there
 }
 
 const SMALL: [&str; 6] = ["--runtime=host", "--tokens=40", "--hidden=64", "--experts=8", "--top-k=2", "--steps=3"];
@@ -80,9 +78,7 @@ fn a_library_that_is_not_there_is_told_and_ends_with_1() {
 
 #[test]
 fn every_type_passes() {
-    if !libraries() {
-        return;
-    }
+    require_libraries();
     for more in [&["--dtype", "bf16"][..], &["--dtype", "f16", "--align", "0"], &["--dtype", "f32", "--align", "8"]] {
         let output = run(&small(more));
         let printed = text(&output.stdout);
@@ -96,9 +92,7 @@ fn every_type_passes() {
 
 #[test]
 fn digests_repeat_and_follow_the_seed() {
-    if !libraries() {
-        return;
-    }
+    require_libraries();
     let digests = |seed| {
         let printed = text(&run(&small(&["--digest", "--seed", seed])).stdout);
         printed.lines().filter(|line| line.starts_with("digest ")).map(str::to_owned).collect::<Vec<_>>()
@@ -111,9 +105,7 @@ fn digests_repeat_and_follow_the_seed() {
 
 #[test]
 fn machine_readable_results() {
-    if !libraries() {
-        return;
-    }
+    require_libraries();
     let output = run(&small(&["--json"]));
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["passed"], true);
@@ -124,9 +116,7 @@ fn machine_readable_results() {
 
 #[test]
 fn ranks_of_a_launcher_meet_and_one_prints() {
-    if !libraries() {
-        return;
-    }
+    require_libraries();
     let job = format!("test-{}", std::process::id());
     let start = |rank: &str| {
         command(&SMALL)
@@ -151,9 +141,7 @@ fn ranks_of_a_launcher_meet_and_one_prints() {
 
 #[test]
 fn time_runs_out() {
-    if !libraries() {
-        return;
-    }
+    require_libraries();
     let large = ["--runtime", "host", "--ranks", "2", "--tokens", "8192", "--hidden", "4096", "--timeout", "1"];
     let output = run(&large);
     let printed = text(&output.stdout);

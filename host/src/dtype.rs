@@ -15,6 +15,14 @@ pub fn size_of(datatype: ncclDataType_t) -> Option<usize> {
     })
 }
 
+/// Two packed FP4 values: a type that NCCL EP adds to NCCL's.
+pub const FLOAT4X2: ncclDataType_t = 12;
+
+/// Bytes of one element of an EP tensor, which may also be a [`FLOAT4X2`].
+pub fn ep_size_of(datatype: ncclDataType_t) -> Option<usize> {
+    if datatype == FLOAT4X2 { Some(1) } else { size_of(datatype) }
+}
+
 /// Name for messages.
 pub fn name(datatype: ncclDataType_t) -> String {
     let name = match datatype {
@@ -30,6 +38,7 @@ pub fn name(datatype: ncclDataType_t) -> String {
         ncclBfloat16 => "bfloat16",
         ncclFloat8e4m3 => "float8_e4m3",
         ncclFloat8e5m2 => "float8_e5m2",
+        FLOAT4X2 => "float4_e2m1x2",
         other => return format!("data type {other}"),
     };
     name.to_owned()

@@ -15,8 +15,8 @@ use crate::memory::Span;
 
 /// `magic` of a descriptor from `ncclEpTensorAlloc`.
 const ALLOCATED_MAGIC: u32 = 0xBEEF_BEEF;
-/// Two packed FP4 values, a type that NCCL EP adds to NCCL's.
-const FLOAT4X2: ncclDataType_t = 12;
+/// NCCL EP moves rows in pieces of this size.
+pub const ROW_GRANULE: usize = 16;
 /// No tensor of this library has more dimensions.
 const MAX_DIMENSIONS: u32 = 8;
 
@@ -118,6 +118,8 @@ pub struct Tensor {
     pub span: Span,
     /// Whether `data` was given, rather than only a window.
     pub has_data: bool,
+    /// The window and the offset in it, where the descriptor names one.
+    pub window: Option<(usize, u64)>,
 }
 
 /// Descriptors from `ncclEpTensorAlloc`: address, and address of the sizes it was made with.
@@ -212,8 +214,8 @@ impl Tensor {
         }
         // SAFETY: the caller vouches that sizes holds ndim values.
         let shape = unsafe { std::slice::from_raw_parts(descriptor.sizes, dimensions as usize) }.to_vec();
-        let element = if descriptor.datatype == FLOAT4X2 { Some(1) } else { dtype::size_of(descriptor.datatype) };
-        let element = element.ok_or_else(|| invalid(format!("{name}: unknown data type {}", descriptor.datatype)))?;
+        let element = dtype::ep_size_of(descriptor.datatype)
+            .ok_or_else(|| invalid(format!("{name}: unknown data type {}", descriptor.datatype)))?;
         let bytes = shape
             .iter()
             .try_fold(element, |bytes, dimension| bytes.checked_mul(*dimension))
@@ -232,7 +234,8 @@ impl Tensor {
         // SAFETY: the caller vouches for the memory that the descriptor names.
         let span = unsafe { Span::new(data, bytes) }.map_err(|f| invalid(format!("{name}: {}", f.text)))?;
         let has_data = !descriptor.data.is_null();
-        Ok(Some(Self { name, datatype: descriptor.datatype, shape, span, has_data }))
+        let window = (!descriptor.win_hdl.is_null()).then_some((descriptor.win_hdl as usize, descriptor.win_offset));
+        Ok(Some(Self { name, datatype: descriptor.datatype, shape, span, has_data, window }))
     }
 
     /// As [`Tensor::read`], and a null pointer is an error.
@@ -264,6 +267,28 @@ impl Tensor {
     /// Whether a dimension is 0.
     pub fn is_empty(&self) -> bool {
         self.shape.contains(&0)
+    }
+
+    /// Fails unless the memory, and the offset in a window, are aligned for the copies of NCCL EP.
+    pub fn expect_granule(&self) -> Outcome<()> {
+        let offset = self.window.map_or(0, |(_, offset)| offset);
+        if !self.is_empty()
+            && !(self.span.address().is_multiple_of(ROW_GRANULE) && offset.is_multiple_of(ROW_GRANULE as u64))
+        {
+            let text = format!("must start at a multiple of {ROW_GRANULE} bytes, in memory and in its window");
+            return Err(self.wrong(text));
+        }
+        Ok(())
+    }
+
+    /// Bytes of a row of a matrix, which must be a positive multiple of 16.
+    pub fn row_bytes(&self) -> Outcome<usize> {
+        let (_, columns) = self.matrix()?;
+        let row_bytes = columns * dtype::ep_size_of(self.datatype).unwrap_or(0);
+        if row_bytes == 0 || !row_bytes.is_multiple_of(ROW_GRANULE) {
+            return Err(self.wrong(format!("must have rows of a positive multiple of {ROW_GRANULE} bytes")));
+        }
+        Ok(row_bytes)
     }
 
     /// The two dimensions of a matrix.

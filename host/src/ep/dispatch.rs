@@ -7,7 +7,6 @@ use nvte_ep_bindings::*;
 use crate::channel::Channel;
 use crate::dtype::{self, TokenType};
 use crate::ep::desc::{self, Tensor, invalid};
-use crate::ep::group::unsupported;
 use crate::ep::handle::{Arrivals, Handle, MAX_TOP_K};
 use crate::fault::{Fault, Outcome};
 use crate::memory::Span;
@@ -15,16 +14,19 @@ use crate::stats;
 use crate::stream::Stream;
 
 const FUNCTION: &str = "ncclEpDispatch";
-/// NCCL EP moves rows in pieces of this size.
-pub const ROW_GRANULE: usize = 16;
+
+/// Rows of one kind that travel: the tokens, or the scales of quantised tokens.
+struct Lane {
+    row_bytes: usize,
+    input: Span,
+    output: Span,
+}
 
 struct Dispatch {
     handle: Arc<Handle>,
     /// Own tokens.
     tokens: usize,
-    row_bytes: usize,
-    input: Span,
-    output: Span,
+    lanes: Vec<Lane>,
     /// FWD: own weights, received weights, index width.
     weights: Option<(Span, Span, usize)>,
     what: String,
@@ -32,18 +34,60 @@ struct Dispatch {
 
 /// What a token tensor of either direction must fulfil; gives rows and bytes of a row.
 pub fn check_tokens(tensor: &Tensor) -> Outcome<(usize, usize, TokenType)> {
-    let (rows, columns) = tensor.matrix()?;
+    let (rows, _) = tensor.matrix()?;
     let Some(token_type) = TokenType::from_nccl(tensor.datatype) else {
         return Err(tensor.wrong("must be bfloat16, float16 or float32"));
     };
-    let row_bytes = columns * token_type.size();
-    if row_bytes == 0 || !row_bytes.is_multiple_of(ROW_GRANULE) {
-        return Err(tensor.wrong(format!("must have rows of a positive multiple of {ROW_GRANULE} bytes")));
-    }
-    if !tensor.is_empty() && !tensor.span.address().is_multiple_of(ROW_GRANULE) {
-        return Err(tensor.wrong(format!("must start at a multiple of {ROW_GRANULE} bytes")));
-    }
+    let row_bytes = tensor.row_bytes()?;
+    tensor.expect_granule()?;
     Ok((rows, row_bytes, token_type))
+}
+
+/// The two tensors of a lane: rows of the same type and width, in this order.
+type Pair = (Tensor, Tensor);
+
+/// What quantised tokens and their scales must fulfil; the bytes are moved as they are.
+fn check_quantised(tokens: &Pair, scales: &Pair, config: &ncclEpDispatchConfig_t) -> Outcome<()> {
+    if config.round_scales != 0 {
+        let text = format!("{FUNCTION}: round_scales is {}, quant_recipe FWD needs 0", config.round_scales);
+        return Err(invalid(text));
+    }
+    let ((sent, received), (sent_scales, received_scales)) = (tokens, scales);
+    if !matches!(
+        sent.datatype,
+        ncclFloat32 | ncclFloat16 | ncclBfloat16 | ncclFloat8e4m3 | ncclFloat8e5m2 | dtype::FLOAT4X2
+    ) {
+        return Err(sent.wrong("must be float32, float16, bfloat16, float8_e4m3, float8_e5m2 or float4_e2m1x2"));
+    }
+    if !matches!(
+        sent_scales.datatype,
+        ncclFloat32 | ncclFloat16 | ncclBfloat16 | ncclFloat8e4m3 | ncclFloat8e5m2 | ncclUint8
+    ) {
+        return Err(sent_scales.wrong("must be float32, float16, bfloat16, float8_e4m3, float8_e5m2 or uint8"));
+    }
+    for tensor in [sent, sent_scales, received, received_scales] {
+        tensor.row_bytes()?;
+        tensor.expect_granule()?;
+    }
+    for (source, scales) in [(sent, sent_scales), (received, received_scales)] {
+        if scales.shape[0] != source.shape[0] {
+            return Err(scales.wrong(format!("must have as many rows as the tokens, {}", source.shape[0])));
+        }
+    }
+    if received.window.is_some() != received_scales.window.is_some() {
+        let text = "must be in a window if and only if outputs.tokens is";
+        return Err(received_scales.wrong(text));
+    }
+    Ok(())
+}
+
+/// Fails unless rows arrive with the type and width that they were sent with.
+fn check_pair((sent, received): &Pair, sent_name: &str) -> Outcome<()> {
+    let (_, columns) = received.matrix()?;
+    if received.datatype != sent.datatype || columns != sent.shape[1] {
+        return Err(received.wrong(format!("must have the type and width of {sent_name}, {}", sent.describe())));
+    }
+    Ok(())
 }
 
 /// Limits of the kernels that NCCL EP would hit later, in a way that cannot be reported.
@@ -85,12 +129,12 @@ pub unsafe fn dispatch(
         NCCL_EP_BWD_PASS => false,
         other => return Err(invalid(format!("{FUNCTION}: pass_direction {other} is unknown"))),
     };
-    match config.quant_recipe {
-        NCCL_EP_DISP_QUANT_NONE => {}
-        NCCL_EP_DISP_QUANT_FWD => return Err(unsupported(format!("{FUNCTION}: quant_recipe FWD"))),
+    let quantised = match config.quant_recipe {
+        NCCL_EP_DISP_QUANT_NONE => false,
+        NCCL_EP_DISP_QUANT_FWD => true,
         other => return Err(invalid(format!("{FUNCTION}: quant_recipe {other} is not one of HT mode"))),
-    }
-    if !inputs.scales.is_null() || !outputs.scales.is_null() {
+    };
+    if !quantised && (!inputs.scales.is_null() || !outputs.scales.is_null()) {
         return Err(invalid(format!("{FUNCTION}: scales are given without a quant_recipe")));
     }
     if !outputs.topk_idx.is_null() {
@@ -98,22 +142,38 @@ pub unsafe fn dispatch(
     }
     check_limits(&handle, FUNCTION)?;
 
-    // SAFETY: passed on to the caller.
-    let tokens = unsafe { Tensor::require(inputs.tokens, &group.comm, FUNCTION, "inputs.tokens") }?;
-    // SAFETY: passed on to the caller.
-    let received = unsafe { Tensor::require(outputs.tokens, &group.comm, FUNCTION, "outputs.tokens") }?;
-    let (rows, row_bytes, _) = check_tokens(&tokens)?;
+    let require = |pointer: *mut ncclEpTensor_t, name: &str| {
+        // SAFETY: passed on to the caller.
+        unsafe { Tensor::require(pointer, &group.comm, FUNCTION, name) }
+    };
+    let tokens = (require(inputs.tokens, "inputs.tokens")?, require(outputs.tokens, "outputs.tokens")?);
+    let mut pairs = vec![];
+    if quantised {
+        let scales = (require(inputs.scales, "inputs.scales")?, require(outputs.scales, "outputs.scales")?);
+        check_quantised(&tokens, &scales, &config)?;
+        check_pair(&scales, "inputs.scales")?;
+        pairs.push(scales);
+    } else {
+        check_tokens(&tokens.0)?;
+        check_tokens(&tokens.1)?;
+    }
+    check_pair(&tokens, "inputs.tokens")?;
+    pairs.insert(0, tokens);
+    let (tokens, received) = &pairs[0];
+    let (rows, received_rows) = (tokens.shape[0], received.shape[0]);
+    let lanes = pairs
+        .iter()
+        .map(|(sent, received)| Ok(Lane { row_bytes: sent.row_bytes()?, input: sent.span, output: received.span }))
+        .collect::<Outcome<Vec<_>>>()?;
+    let row_bytes: usize = lanes.iter().map(|lane| lane.row_bytes).sum();
     if row_bytes > group.max_token_bytes {
-        let text = format!("has rows of {row_bytes} bytes, the group's max_token_bytes is {}", group.max_token_bytes);
+        let scales = if quantised { ", scales included" } else { "" };
+        let limit = group.max_token_bytes;
+        let text = format!("has rows of {row_bytes} bytes{scales}, the group's max_token_bytes is {limit}");
         return Err(tokens.wrong(text));
     }
     if rows > group.max_tokens {
         return Err(tokens.wrong(format!("has more than max_dispatch_tokens_per_rank = {} rows", group.max_tokens)));
-    }
-    let (received_rows, _, _) = check_tokens(&received)?;
-    if received.datatype != tokens.datatype || received.shape[1] != tokens.shape[1] {
-        let text = format!("must have the type and width of inputs.tokens, {}", tokens.describe());
-        return Err(received.wrong(text));
     }
     let (needed, limit) = if group.eager {
         // As NCCL EP does: the counts are read back before the receive buffer is judged.
@@ -128,10 +188,8 @@ pub unsafe fn dispatch(
         return Err(received.wrong(format!("must have at least {limit} = {needed} rows")));
     }
     let weights = if forward {
-        // SAFETY: passed on to the caller.
-        let own = unsafe { Tensor::require(inputs.topk_weights, &group.comm, FUNCTION, "inputs.topk_weights") }?;
-        // SAFETY: passed on to the caller.
-        let there = unsafe { Tensor::require(outputs.topk_weights, &group.comm, FUNCTION, "outputs.topk_weights") }?;
+        let own = require(inputs.topk_weights, "inputs.topk_weights")?;
+        let there = require(outputs.topk_weights, "outputs.topk_weights")?;
         own.expect_float()?;
         there.expect_float()?;
         if own.matrix()? != (rows, handle.top_k) {
@@ -155,8 +213,11 @@ pub unsafe fn dispatch(
         return Err(tokens.wrong(format!("must have the {prepared} rows of UpdateHandle's topk_idx")));
     }
     let width = handle.prepared.lock().index_width;
+    let scales = pairs.get(1).map_or_else(String::new, |(scales, _)| {
+        format!(", scales={} x {}", scales.shape[1], dtype::name(scales.datatype))
+    });
     let what = format!(
-        "{FUNCTION}(pass={}, hidden={}, datatype={}, num_topk={})",
+        "{FUNCTION}(pass={}, hidden={}, datatype={}, num_topk={}{scales})",
         if forward { "FWD" } else { "BWD" },
         tokens.shape[1],
         dtype::name(tokens.datatype),
@@ -165,9 +226,7 @@ pub unsafe fn dispatch(
     let dispatch = Dispatch {
         handle: Arc::clone(&handle),
         tokens: rows,
-        row_bytes,
-        input: tokens.span,
-        output: received.span,
+        lanes,
         weights: weights.map(|(own, there)| (own, there, width)),
         what,
     };
@@ -188,14 +247,22 @@ impl Dispatch {
         let capacity = if group.eager { arrivals.total() } else { group.capacity };
         let token_map = memory.read_i32(memory.layout.token_map, channel.ranks() * group.max_tokens);
         if group.drop {
-            self.output.fill(0, capacity * self.row_bytes, 0);
+            for lane in &self.lanes {
+                lane.output.fill(0, capacity * lane.row_bytes, 0);
+            }
         }
         let first_expert = channel.rank() * arrivals.counts.len();
         let mut weights = vec![0f32; capacity];
         for rank in 0..channel.ranks() {
             let offer = channel.offer(rank)?;
             let tokens = offer.args[0] as usize;
-            let (rows, routes) = offer.bytes.split_at(tokens * self.row_bytes);
+            let mut routes = offer.bytes;
+            let mut rows_of = Vec::with_capacity(self.lanes.len());
+            for lane in &self.lanes {
+                let (rows, rest) = routes.split_at(tokens * lane.row_bytes);
+                rows_of.push(rows);
+                routes = rest;
+            }
             let positions = &token_map[rank * group.max_tokens..][..group.max_tokens];
             for (token, position) in positions.iter().enumerate() {
                 let Ok(position) = usize::try_from(*position) else { continue };
@@ -203,9 +270,11 @@ impl Dispatch {
                     return Err(self.stray(rank, tokens, token));
                 }
                 let slots = &arrivals.slots[position * top_k..][..top_k];
-                let row = &rows[token * self.row_bytes..][..self.row_bytes];
-                for slot in slots.iter().filter_map(|slot| usize::try_from(*slot).ok()) {
-                    self.output.write(slot * self.row_bytes, row);
+                for (lane, rows) in self.lanes.iter().zip(&rows_of) {
+                    let row = &rows[token * lane.row_bytes..][..lane.row_bytes];
+                    for slot in slots.iter().filter_map(|slot| usize::try_from(*slot).ok()) {
+                        lane.output.write(slot * lane.row_bytes, row);
+                    }
                 }
                 if self.weights.is_some() {
                     let route = &routes.as_chunks::<8>().0[token * top_k..][..top_k];
@@ -214,7 +283,9 @@ impl Dispatch {
             }
         }
         for padding in arrivals.padding(capacity) {
-            self.output.fill(padding.start * self.row_bytes, padding.len() * self.row_bytes, 0);
+            for lane in &self.lanes {
+                lane.output.fill(padding.start * lane.row_bytes, padding.len() * lane.row_bytes, 0);
+            }
         }
         if let Some((_, there, _)) = &self.weights {
             // Rows beyond the padded total keep what they held, except that DROP clears the whole buffer.
@@ -225,14 +296,18 @@ impl Dispatch {
         Ok(())
     }
 
-    /// Offers the own rows, and behind them in FWD `top_k` pairs (expert, weight) a token.
+    /// Offers the own rows of each lane, and behind them in FWD `top_k` pairs (expert, weight) a token.
     fn stage(&self, channel: &mut Channel) -> Outcome<usize> {
         let top_k = self.handle.top_k;
-        let rows = self.tokens * self.row_bytes;
+        let rows: usize = self.lanes.iter().map(|lane| self.tokens * lane.row_bytes).sum();
         let bytes = rows + if self.weights.is_some() { self.tokens * top_k * 8 } else { 0 };
         let staged = channel.stage(bytes)?;
-        let (tokens, routes) = staged.split_at_mut(rows);
-        self.input.read(0, tokens);
+        let (mut rest, routes) = staged.split_at_mut(rows);
+        for lane in &self.lanes {
+            let (rows, behind) = rest.split_at_mut(self.tokens * lane.row_bytes);
+            lane.input.read(0, rows);
+            rest = behind;
+        }
         if let Some((own, _, width)) = &self.weights {
             let count = self.tokens * top_k;
             let experts = self.handle.memory.read_topk(count, *width, self.handle.group.experts);
