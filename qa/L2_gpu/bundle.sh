@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Gathers what qa/L2_gpu/test.sh runs into a folder that can be carried to a GPU machine without a network or cargo.
+# usage: bundle.sh DIR       (x86-64; builds the release libraries and the C++ tests first)
+set -euo pipefail
+root=$(cd "$(dirname "$0")/../.." && pwd)
+out=$(realpath -m "${1:?usage: bundle.sh DIR}")
+target=${CARGO_TARGET_DIR:-$root/target}
+cd "$root"
+cargo build --release --locked
+cmake -S . -B "$target/cpp" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null
+cmake --build "$target/cpp" -j2
+rm -rf "$out"; mkdir -p "$out/stub"
+cp "$target/release/nvte-ep" "$out/"
+cp "$target/release/libnvte_ep.so" "$out/libnvte_ep.so.1"
+cp "$target/release/libnvte_ep_stub.so" "$out/stub/libnvte_ep.so.1"
+cp "$target/release/libnvte_ep_host.so" "$out/libnvte_ep_host.so"
+for program in test_ep test_teardown test_boundary test_tensor test_stub; do
+  strip -o "$out/$program" "$(find "$target/cpp" -name "$program" -type f -perm -u+x | head -1)"
+done
+ln -s libnvte_ep.so.1 "$out/libnvte_ep.so"
+du -sh "$out"

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# The GPU proof: the C++ suites, the main job and its real size, and host against GPU bit by bit, on one Hopper GPU.
+# usage: test.sh BUNDLE      BUNDLE is what bundle.sh gathered
+# Needs in the environment: Open MPI; libcudart, NCCL and NCCL EP on LD_LIBRARY_PATH; NCCL EP's compiler settings where they
+# are not found by themselves (docs/environment.md); for several ranks on one GPU a running MPS and
+# NCCL_MULTI_RANK_GPU_ENABLE=1. SECONDS_EACH limits every run (default 150).
+. "$(dirname "$0")/../common.sh"
+bundle=$(cd "${1:?usage: test.sh BUNDLE}" && pwd)
+export LD_LIBRARY_PATH=$bundle:${LD_LIBRARY_PATH:-} OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+limit="timeout -k 5 ${SECONDS_EACH:-150}"
+mpi() { local ranks=$1; shift; $limit mpirun --oversubscribe --bind-to none -n "$ranks" "$@"; }
+
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+for ranks in 2 4; do check "test_ep, $ranks ranks" mpi "$ranks" "$bundle/test_ep"; done
+for order in $("$bundle/test_teardown" --list); do check "test_teardown $order" mpi 2 "$bundle/test_teardown" "$order"; done
+check "test_boundary" $limit "$bundle/test_boundary"
+check "test_tensor" $limit "$bundle/test_tensor"
+check "test_stub" env LD_LIBRARY_PATH="$bundle/stub:$LD_LIBRARY_PATH" "$bundle/test_stub"
+
+run() { $limit "$bundle/nvte-ep" run --runtime cuda "$@"; }
+for ranks in 2 4; do check "nvte-ep run, $ranks ranks" run --ranks "$ranks"; done
+
+# Host and GPU: the same digests of counts, received rows and weights, results and gradients.
+same() {
+  diff <($limit "$bundle/nvte-ep" run --runtime host --digest "$@" | grep digest) <(run --digest "$@" | grep digest) \
+    && echo "same digests: $*"
+}
+for dtype in bf16 f16 f32; do check "host and GPU agree, $dtype" same --ranks 2 --dtype "$dtype" --top-k 8 --experts 32; done
+check "host and GPU agree, 4 ranks" same --ranks 4 --align 128 --top-k 8 --experts 64
+
+check "nvte-ep run, real size" run --ranks 4 --tokens 4096 --hidden 7168 --top-k 8 --experts 64 --dtype bf16 --steps 3
+finish

@@ -1,0 +1,151 @@
+// Group and layer configurations that have to be refused by name and value. All ranks pass the same.
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "ep/rig.h"
+
+namespace test {
+namespace {
+
+class GroupConfigErrors : public testing::Test {
+ protected:
+  // The changed configuration is refused, and the right one then makes a group that works.
+  static void Refuses(const std::function<void(NVTEEpGroupConfig&)>& change, const std::vector<std::string>& parts) {
+    NVTEEpGroupConfig config = GroupShape().Config();
+    change(config);
+    EXPECT_TRUE(Throws("nvte_ep_initialize", parts, [&] {
+      nvte_ep_initialize(World::Get().comm(), config);
+      // Not refused: undo it, or the checks that follow fail for another reason.
+      nvte_ep_shutdown();
+    }));
+  }
+
+  static void StillWorks() {
+    Group group{GroupShape()};
+    Layer layer(2, 1);
+    Step<BFloat16>(group, layer, RandomRouting(EvenRows(3), 2, Experts(group), 4000), 4000).ForwardAndBackward();
+  }
+
+  void TearDown() override { StillWorks(); }
+};
+
+TEST_F(GroupConfigErrors, NullCommunicator) {
+  EXPECT_TRUE(
+      Throws("nvte_ep_initialize", {"ep_comm", "null"}, [] { nvte_ep_initialize(nullptr, GroupShape().Config()); }));
+}
+
+TEST_F(GroupConfigErrors, EpSize) {
+  Refuses([](NVTEEpGroupConfig& config) { config.ep_size = 0; }, {"ep_size", "got 0"});
+  Refuses([](NVTEEpGroupConfig& config) { config.ep_size = -2; }, {"ep_size", "-2"});
+}
+
+TEST_F(GroupConfigErrors, EpSizeOfAnotherCommunicator) {
+  for (const int size : {Ranks() * 2, Ranks() + 1, Ranks() / 2}) {
+    Refuses(
+        [size](NVTEEpGroupConfig& config) {
+          config.ep_size = size;
+          config.num_experts = 4 * size;
+          config.max_recv_tokens_per_rank = 8 * config.max_recv_tokens_per_rank;
+        },
+        {"ep_size", std::to_string(size), std::to_string(Ranks())});
+  }
+}
+
+TEST_F(GroupConfigErrors, NumExperts) {
+  Refuses([](NVTEEpGroupConfig& config) { config.num_experts = 0; }, {"num_experts", "got 0"});
+  Refuses([](NVTEEpGroupConfig& config) { config.num_experts = -8; }, {"num_experts", "-8"});
+  const int odd = 4 * Ranks() + 1;
+  Refuses([odd](NVTEEpGroupConfig& config) { config.num_experts = odd; }, {"num_experts", std::to_string(odd)});
+  if (Ranks() == 2) {
+    // NCCL EP takes a multiple of 4 experts.
+    Refuses([](NVTEEpGroupConfig& config) { config.num_experts = 6; }, {"num_experts", "4", "6"});
+  }
+}
+
+TEST_F(GroupConfigErrors, MaxTokensPerRank) {
+  Refuses([](NVTEEpGroupConfig& config) { config.max_tokens_per_rank = 0; }, {"max_tokens_per_rank", "got 0"});
+  Refuses([](NVTEEpGroupConfig& config) { config.max_tokens_per_rank = -1; }, {"max_tokens_per_rank", "-1"});
+}
+
+TEST_F(GroupConfigErrors, MaxRecvTokensPerRank) {
+  Refuses([](NVTEEpGroupConfig& config) { config.max_recv_tokens_per_rank = 0; },
+          {"max_recv_tokens_per_rank", "got 0"});
+  Refuses([](NVTEEpGroupConfig& config) { config.max_recv_tokens_per_rank = -5; }, {"max_recv_tokens_per_rank", "-5"});
+  Refuses([](NVTEEpGroupConfig& config) { config.max_recv_tokens_per_rank = 63; },
+          {"max_recv_tokens_per_rank", "64", "63"});
+}
+
+TEST_F(GroupConfigErrors, HiddenDim) {
+  Refuses([](NVTEEpGroupConfig& config) { config.hidden_dim = 0; }, {"hidden_dim", "got 0"});
+  Refuses([](NVTEEpGroupConfig& config) { config.hidden_dim = -256; }, {"hidden_dim", "-256"});
+  for (const int hidden : {4, 7, 100}) {
+    Refuses(
+        [hidden](NVTEEpGroupConfig& config) {
+          config.hidden_dim = hidden;
+          config.max_token_dtype = kNVTEBFloat16;
+        },
+        {"hidden_dim", "16", std::to_string(hidden)});
+  }
+}
+
+TEST_F(GroupConfigErrors, MaxNumSms) {
+  Refuses([](NVTEEpGroupConfig& config) { config.max_num_sms = -1; }, {"max_num_sms", "-1"});
+  Refuses([](NVTEEpGroupConfig& config) { config.max_num_sms = 100000; }, {"max_num_sms", "100000"});
+}
+
+TEST_F(GroupConfigErrors, MaxTokenDtype) {
+  // The last two are types that NCCL has not.
+  for (const int dtype : {-1, 11, 99, kNVTEInt16, kNVTEFloat4E2M1}) {
+    Refuses([dtype](NVTEEpGroupConfig& config) { config.max_token_dtype = static_cast<NVTEDType>(dtype); },
+            {"max_token_dtype", std::to_string(dtype)});
+  }
+}
+
+TEST_F(GroupConfigErrors, Flags) {
+  Refuses([](NVTEEpGroupConfig& config) { config.zero_copy = 2; }, {"zero_copy", "2"});
+  Refuses([](NVTEEpGroupConfig& config) { config.zero_copy = -1; }, {"zero_copy", "-1"});
+  Refuses([](NVTEEpGroupConfig& config) { config.allow_handle_mem_reloc = 2; }, {"allow_handle_mem_reloc", "2"});
+}
+
+class LayerConfigErrors : public ErrorTest {
+ protected:
+  static void RefusesLayer(int top_k, std::size_t alignment, const std::vector<std::string>& parts) {
+    NVTEEpLayerConfig config = {};
+    config.top_k = top_k;
+    config.dispatch_output_per_expert_alignment = alignment;
+    std::size_t bytes = 12345;
+    Refuses("nvte_ep_register_layer", parts, [&] { nvte_ep_register_layer(config, &bytes); });
+    EXPECT_EQ(bytes, 12345u) << "written by a refused call";
+  }
+};
+
+TEST_F(LayerConfigErrors, TopK) {
+  RefusesLayer(0, 1, {"top_k", "got 0"});
+  RefusesLayer(-1, 1, {"top_k", "-1"});
+  RefusesLayer(33, 1, {"top_k", "33"});
+  const int experts = Experts(rig().group);
+  RefusesLayer(experts + 1, 1, {"top_k", std::to_string(experts), std::to_string(experts + 1)});
+}
+
+TEST_F(LayerConfigErrors, Alignment) {
+  const std::string name = "dispatch_output_per_expert_alignment";
+  for (const std::size_t alignment : {std::size_t{3}, std::size_t{12}, std::size_t{127}, ~std::size_t{0}}) {
+    RefusesLayer(2, alignment, {name, "power of two", std::to_string(alignment)});
+  }
+  // A power of two that NCCL EP's int cannot hold.
+  const std::size_t huge = std::size_t{1} << 31;
+  RefusesLayer(2, huge, {name, std::to_string(huge)});
+}
+
+TEST_F(LayerConfigErrors, NullSize) {
+  NVTEEpLayerConfig config = {};
+  config.top_k = 2;
+  Refuses("nvte_ep_register_layer", {"handle_mem_size", "null"}, [&] { nvte_ep_register_layer(config, nullptr); });
+}
+
+}  // namespace
+}  // namespace test

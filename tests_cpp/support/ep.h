@@ -1,0 +1,424 @@
+// Owners of the library's objects, and one training step with its checks.
+
+#ifndef NVTE_EP_TESTS_SUPPORT_EP_H_
+#define NVTE_EP_TESTS_SUPPORT_EP_H_
+
+#include <gtest/gtest.h>
+#include <transformer_engine/ep.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "support/device.h"
+#include "support/number.h"
+#include "support/reference.h"
+#include "support/tensor.h"
+#include "support/world.h"
+
+namespace test {
+
+// Most SMs a rank may use, from NVTE_EP_TEST_MAX_SMS; 0 = the library's choice. Ranks that share a GPU need a cap.
+int MaxSms();
+
+// A group configuration whose receive buffers hold every routing of layers up to top_k and alignment.
+struct GroupShape {
+  int experts_per_rank = 4;
+  int max_tokens = 64;
+  int hidden = 256;
+  int top_k = 2;
+  int alignment = 1;
+  NVTEDType dtype = kNVTEFloat32;
+  int allow_handle_mem_reloc = 0;
+
+  NVTEEpGroupConfig Config() const;
+};
+
+// The EP group of this process, over the world's communicator unless another is given.
+class Group {
+ public:
+  explicit Group(const NVTEEpGroupConfig& config) : Group(config, World::Get().comm()) {}
+  Group(const NVTEEpGroupConfig& config, ncclComm_t comm);
+  explicit Group(const GroupShape& shape) : Group(shape.Config()) {}
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+  // Shuts down if that has not been done; an error there fails the test.
+  ~Group();
+
+  void Shutdown();
+  const NVTEEpGroupConfig& config() const { return config_; }
+  int local_experts() const { return config_.num_experts / config_.ep_size; }
+
+ private:
+  NVTEEpGroupConfig config_;
+  bool up_ = true;
+};
+
+// A registered layer and its handle memory.
+class Layer {
+ public:
+  Layer(int top_k, std::size_t alignment);
+
+  NVTEEpHandle handle() const { return HandleOver(mem_); }
+  // The same id with other memory.
+  NVTEEpHandle HandleOver(const Tensor& mem) const;
+  const DeviceBuffer<std::uint8_t>& memory() const { return memory_; }
+  std::uint64_t id() const { return id_; }
+  int top_k() const { return top_k_; }
+  std::size_t alignment() const { return alignment_; }
+
+ private:
+  int top_k_;
+  std::size_t alignment_;
+  std::uint64_t id_ = 0;
+  DeviceBuffer<std::uint8_t> memory_;
+  Tensor mem_;
+};
+
+// The arguments of the five per-step calls, to be changed one by one.
+struct PrepareArgs {
+  NVTEEpHandle handle;
+  NVTETensor topk_idx;
+  NVTETensor token_counts;
+  std::size_t alignment;
+  void Call(cudaStream_t stream = World::Get().stream()) const;
+};
+
+struct DispatchArgs {
+  NVTEEpHandle handle;
+  NVTETensor topk_idx;
+  NVTETensor tokens;
+  NVTETensor topk_weights;
+  NVTETensor recv_tokens;
+  NVTETensor recv_topk_weights;
+  void Call(cudaStream_t stream = World::Get().stream()) const;
+};
+
+struct CombineArgs {
+  NVTEEpHandle handle;
+  NVTETensor expert_out;
+  NVTETensor result;
+  void Call(cudaStream_t stream = World::Get().stream()) const;
+};
+
+struct DispatchBwdArgs {
+  NVTEEpHandle handle;
+  NVTETensor grad;
+  NVTETensor g_recv_topk_weights;
+  NVTETensor grad_tokens;
+  NVTETensor grad_topk_weights;
+  void Call(cudaStream_t stream = World::Get().stream()) const;
+};
+
+struct CombineBwdArgs {
+  NVTEEpHandle handle;
+  NVTETensor grad;
+  NVTETensor grad_expert_out;
+  void Call(cudaStream_t stream = World::Get().stream()) const;
+};
+
+// Bitwise comparison of a matrix of `width` columns.
+template <typename T>
+testing::AssertionResult SameBits(const std::vector<T>& actual, const std::vector<T>& expected, std::size_t width) {
+  if (actual.size() != expected.size()) {
+    return testing::AssertionFailure() << actual.size() << " elements instead of " << expected.size();
+  }
+  if (actual.empty() || std::memcmp(actual.data(), expected.data(), actual.size() * sizeof(T)) == 0) {
+    return testing::AssertionSuccess();
+  }
+  std::size_t differing = 0, first = 0;
+  for (std::size_t i = actual.size(); i-- > 0;) {
+    if (std::memcmp(&actual[i], &expected[i], sizeof(T)) == 0) continue;
+    ++differing;
+    first = i;
+  }
+  testing::AssertionResult failure = testing::AssertionFailure();
+  failure << differing << " of " << actual.size() << " elements differ, first at row " << first / width << " column "
+          << first % width << ": ";
+  if constexpr (std::is_integral_v<T>) {
+    failure << +actual[first] << " instead of " << +expected[first];
+  } else {
+    failure << Widen(actual[first]) << " instead of " << Widen(expected[first]);
+  }
+  return failure;
+}
+
+template <typename T>
+std::vector<T> Unwritten(std::size_t count) {
+  std::vector<T> values(count);
+  if (count > 0) std::memset(static_cast<void*>(values.data()), kUnwritten, count * sizeof(T));
+  return values;
+}
+
+// One step of this rank: inputs uploaded, outputs marked as not written, and for each call the call itself and the
+// check of everything that it has to write or to leave alone.
+template <typename T, typename Index = std::int64_t, typename Count = std::int32_t>
+class Step {
+ public:
+  // recv_rows = rows of the receive-side buffers; 0 = the group's max_recv_tokens_per_rank. hidden = elements of a row;
+  // 0 = the group's hidden_dim.
+  Step(const Group& group, const Layer& layer, Routing routing, std::uint64_t seed, std::size_t recv_rows = 0,
+       std::size_t hidden = 0)
+      : rank_(World::Get().rank()),
+        seed_(seed),
+        hidden_(hidden == 0 ? group.config().hidden_dim : hidden),
+        top_k_(layer.top_k()),
+        rows_(routing.rows[rank_]),
+        recv_rows_(recv_rows == 0 ? group.config().max_recv_tokens_per_rank : recv_rows),
+        alignment_(layer.alignment()),
+        handle_(layer.handle()),
+        reference_(std::move(routing), group.config().num_experts, layer.alignment()),
+        topk_idx(TopkValues()),
+        counts(group.local_experts()),
+        tokens(TokenRows(seed)),
+        weights(WeightValues()),
+        recv_tokens(recv_rows_ * hidden_),
+        recv_weights(recv_rows_),
+        expert_out(recv_rows_ * hidden_),
+        result(rows_ * hidden_),
+        grad(TokenRows(seed ^ kGradientSeed)),
+        grad_expert_out(recv_rows_ * hidden_),
+        slot_grad(recv_rows_ * hidden_),
+        g_recv_weights(recv_rows_),
+        grad_tokens(rows_ * hidden_),
+        grad_weights(rows_ * top_k_),
+        topk_idx_t(topk_idx.View({rows_, top_k_})),
+        counts_t(counts.View({counts.size()})),
+        tokens_t(tokens.View({rows_, hidden_})),
+        weights_t(weights.View({rows_, top_k_})),
+        recv_tokens_t(recv_tokens.View({recv_rows_, hidden_})),
+        recv_weights_t(recv_weights.View({recv_rows_})),
+        expert_out_t(expert_out.View({recv_rows_, hidden_})),
+        result_t(result.View({rows_, hidden_})),
+        grad_t(grad.View({rows_, hidden_})),
+        grad_expert_out_t(grad_expert_out.View({recv_rows_, hidden_})),
+        slot_grad_t(slot_grad.View({recv_rows_, hidden_})),
+        g_recv_weights_t(g_recv_weights.View({recv_rows_})),
+        grad_tokens_t(grad_tokens.View({rows_, hidden_})),
+        grad_weights_t(grad_weights.View({rows_, top_k_})) {}
+
+  const Reference& reference() const { return reference_; }
+  const std::vector<Slot>& slots() const { return reference_.Slots(rank_); }
+  std::size_t rows() const { return rows_; }
+  std::size_t hidden() const { return hidden_; }
+  std::size_t recv_rows() const { return recv_rows_; }
+  // From now on the calls name the layer through this handle.
+  void UseHandle(const NVTEEpHandle& handle) { handle_ = handle; }
+
+  PrepareArgs prepare_args() const { return {handle_, topk_idx_t.get(), counts_t.get(), alignment_}; }
+  DispatchArgs dispatch_args() const {
+    return {handle_, topk_idx_t.get(), tokens_t.get(), weights_t.get(), recv_tokens_t.get(), recv_weights_t.get()};
+  }
+  CombineArgs combine_args() const { return {handle_, expert_out_t.get(), result_t.get()}; }
+  DispatchBwdArgs dispatch_bwd_args() const {
+    return {handle_, slot_grad_t.get(), g_recv_weights_t.get(), grad_tokens_t.get(), grad_weights_t.get()};
+  }
+  CombineBwdArgs combine_bwd_args() const { return {handle_, grad_t.get(), grad_expert_out_t.get()}; }
+
+  void Prepare() { prepare_args().Call(); }
+  void Dispatch() { dispatch_args().Call(); }
+  void DispatchWithoutWeights() {
+    DispatchArgs args = dispatch_args();
+    args.topk_weights = nullptr;
+    args.recv_topk_weights = nullptr;
+    args.Call();
+  }
+  // Uploads what the experts computed and combines it.
+  void Combine() { CombineValues(ExpertOutput()); }
+  void CombineValues(const std::vector<T>& values) {
+    expert_out.Upload(values);
+    combine_args().Call();
+  }
+  void DispatchBwd() {
+    slot_grad.Upload(SlotRows(
+        [this](int destination, const Slot& slot, int column) { return SlotGradient(destination, slot, column); }));
+    std::vector<float> per_slot = Unwritten<float>(recv_rows_);
+    for (std::size_t s = 0; s < slots().size(); ++s) {
+      if (!slots()[s].padding()) per_slot[s] = SlotWeightGradient(rank_, slots()[s]);
+    }
+    g_recv_weights.Upload(per_slot);
+    dispatch_bwd_args().Call();
+  }
+  void CombineBwd() { combine_bwd_args().Call(); }
+
+  void CheckCounts() {
+    const std::vector<std::int64_t>& padded = reference_.Counts(rank_);
+    const std::vector<Count> expected(padded.begin(), padded.end());
+    EXPECT_TRUE(SameBits(counts.Download(), expected, 1)) << "token_counts";
+    EXPECT_TRUE(counts.GuardIntact()) << "wrote behind token_counts";
+  }
+
+  void CheckReceived(bool with_weights = true) {
+    const std::vector<T> expected = SlotRows(
+        [this](int, const Slot& slot, int column) { return TokenValue(seed_, slot.rank, slot.row, column); }, true);
+    EXPECT_TRUE(SameBits(recv_tokens.Download(), expected, hidden_)) << "recv_tokens";
+    EXPECT_TRUE(recv_tokens.GuardIntact()) << "wrote behind recv_tokens";
+    std::vector<float> expected_weights = Unwritten<float>(recv_rows_);
+    for (std::size_t s = 0; with_weights && s < slots().size(); ++s) {
+      const Slot& slot = slots()[s];
+      expected_weights[s] = slot.padding() ? 0.0f : WeightValue(seed_, slot.rank, slot.row, slot.k);
+    }
+    EXPECT_TRUE(SameBits(recv_weights.Download(), expected_weights, 1)) << "recv_topk_weights";
+    EXPECT_TRUE(recv_weights.GuardIntact()) << "wrote behind recv_topk_weights";
+  }
+
+  void CheckCombined() {
+    CheckSum(result, "result",
+             [this](int destination, const Slot& slot, int column) { return OutputValue(destination, slot, column); });
+  }
+
+  void CheckCombineBwd() {
+    const std::vector<T> expected =
+        SlotRows([this](int, const Slot& slot,
+                        int column) { return TokenValue(seed_ ^ kGradientSeed, slot.rank, slot.row, column); },
+                 true);
+    EXPECT_TRUE(SameBits(grad_expert_out.Download(), expected, hidden_)) << "grad_expert_out";
+    EXPECT_TRUE(grad_expert_out.GuardIntact()) << "wrote behind grad_expert_out";
+  }
+
+  void CheckDispatchBwd() {
+    CheckSum(grad_tokens, "grad_tokens",
+             [this](int destination, const Slot& slot, int column) { return SlotGradient(destination, slot, column); });
+    std::vector<float> expected;
+    for (std::size_t row = 0; row < rows_; ++row) {
+      for (std::size_t k = 0; k < top_k_; ++k) {
+        expected.push_back(reference_.WeightGradient(
+            rank_, static_cast<int>(row), static_cast<int>(k),
+            [this](int destination, const Slot& slot) { return SlotWeightGradient(destination, slot); }));
+      }
+    }
+    EXPECT_TRUE(SameBits(grad_weights.Download(), expected, top_k_)) << "grad_topk_weights";
+    EXPECT_TRUE(grad_weights.GuardIntact()) << "wrote behind grad_topk_weights";
+  }
+
+  void Forward() {
+    Prepare();
+    CheckCounts();
+    Dispatch();
+    CheckReceived();
+    Combine();
+    CheckCombined();
+  }
+
+  void Backward() {
+    CombineBwd();
+    CheckCombineBwd();
+    DispatchBwd();
+    CheckDispatchBwd();
+  }
+
+  void ForwardAndBackward() {
+    Forward();
+    Backward();
+  }
+
+  // What the experts compute from the received rows, for this rank's slots. Padding rows hold NaN: nobody may read
+  // them.
+  std::vector<T> ExpertOutput() const {
+    return SlotRows(
+        [this](int destination, const Slot& slot, int column) { return OutputValue(destination, slot, column); });
+  }
+
+  // Checks `buffer` [rows, hidden] against the two-level sum of `value` over each token's slots.
+  void CheckSum(const DeviceBuffer<T>& buffer, const char* name, const Reference::SlotValue& value) const {
+    std::vector<T> expected(rows_ * hidden_);
+    for (std::size_t row = 0; row < rows_; ++row) {
+      for (std::size_t column = 0; column < hidden_; ++column) {
+        expected[row * hidden_ + column] =
+            Narrow<T>(reference_.Combined(rank_, static_cast<int>(row), static_cast<int>(column), value, &Rounded<T>));
+      }
+    }
+    EXPECT_TRUE(SameBits(buffer.Download(), expected, hidden_)) << name;
+    EXPECT_TRUE(buffer.GuardIntact()) << "wrote behind " << name;
+  }
+
+ private:
+  static constexpr std::uint64_t kGradientSeed = 0x9000;
+
+  // One expert's output: the token scaled by a factor of the expert, so that a mixed-up expert shows and sums round.
+  float OutputValue(int destination, const Slot& slot, int column) const {
+    const int expert = destination * reference_.local_experts() + slot.local_expert;
+    const float factor = 0.75f + 0.25f * static_cast<float>(expert % 7);
+    return Rounded<T>(factor * TokenValue(seed_, slot.rank, slot.row, column));
+  }
+
+  float SlotGradient(int destination, const Slot& slot, int column) const {
+    const int expert = destination * reference_.local_experts() + slot.local_expert;
+    return TokenValue(seed_ + 31 + expert, slot.rank, slot.row, column) / 16.0f;
+  }
+
+  float SlotWeightGradient(int destination, const Slot& slot) const {
+    const int expert = destination * reference_.local_experts() + slot.local_expert;
+    // Any FP32 value has to arrive unchanged.
+    return 1.0f / static_cast<float>(3 + expert + 7 * slot.row + 1009 * slot.rank);
+  }
+
+  std::vector<T> SlotRows(const Reference::SlotValue& value, bool zero_padding = false) const {
+    std::vector<T> values = Unwritten<T>(recv_rows_ * hidden_);
+    for (std::size_t s = 0; s < slots().size(); ++s) {
+      const Slot& slot = slots()[s];
+      if (slot.padding() && !zero_padding) continue;
+      for (std::size_t column = 0; column < hidden_; ++column) {
+        values[s * hidden_ + column] = Narrow<T>(slot.padding() ? 0.0f : value(rank_, slot, static_cast<int>(column)));
+      }
+    }
+    return values;
+  }
+
+  std::vector<Index> TopkValues() const {
+    const std::vector<std::int64_t>& mine = reference_.routing().expert[rank_];
+    return std::vector<Index>(mine.begin(), mine.end());
+  }
+
+  std::vector<T> TokenRows(std::uint64_t seed) const {
+    std::vector<T> values(rows_ * hidden_);
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      values[i] = Narrow<T>(TokenValue(seed, rank_, static_cast<int>(i / hidden_), static_cast<int>(i % hidden_)));
+    }
+    return values;
+  }
+
+  std::vector<float> WeightValues() const {
+    std::vector<float> values(rows_ * top_k_);
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      values[i] = WeightValue(seed_, rank_, static_cast<int>(i / top_k_), static_cast<int>(i % top_k_));
+    }
+    return values;
+  }
+
+  const int rank_;
+  const std::uint64_t seed_;
+  const std::size_t hidden_;
+  const std::size_t top_k_;
+  const std::size_t rows_;
+  const std::size_t recv_rows_;
+  const std::size_t alignment_;
+  NVTEEpHandle handle_;
+  const Reference reference_;
+
+ public:
+  DeviceBuffer<Index> topk_idx;
+  DeviceBuffer<Count> counts;
+  DeviceBuffer<T> tokens;
+  DeviceBuffer<float> weights;
+  DeviceBuffer<T> recv_tokens;
+  DeviceBuffer<float> recv_weights;
+  DeviceBuffer<T> expert_out;
+  DeviceBuffer<T> result;
+  DeviceBuffer<T> grad;
+  DeviceBuffer<T> grad_expert_out;
+  DeviceBuffer<T> slot_grad;
+  DeviceBuffer<float> g_recv_weights;
+  DeviceBuffer<T> grad_tokens;
+  DeviceBuffer<float> grad_weights;
+  Tensor topk_idx_t, counts_t, tokens_t, weights_t, recv_tokens_t, recv_weights_t, expert_out_t, result_t, grad_t,
+      grad_expert_out_t, slot_grad_t, g_recv_weights_t, grad_tokens_t, grad_weights_t;
+};
+
+}  // namespace test
+
+#endif  // NVTE_EP_TESTS_SUPPORT_EP_H_

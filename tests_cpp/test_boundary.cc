@@ -1,0 +1,293 @@
+// How errors cross from the library into C++: one process, on the host runtime or without any runtime.
+
+#include <gtest/gtest.h>
+#include <nvte_ep_ext.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <exception>
+#include <fstream>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "support/ep_calls.h"
+#include "support/expect_error.h"
+#include "support/single.h"
+
+namespace test {
+namespace {
+
+std::size_t ResidentBytes() {
+  std::ifstream statm("/proc/self/statm");
+  std::size_t total = 0, resident = 0;
+  statm >> total >> resident;
+  return resident * static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+}
+
+bool HaveGpu() { return access("/dev/nvidiactl", F_OK) == 0; }
+
+// A communicator of one rank on the host runtime.
+class OneRank {
+ public:
+  OneRank() {
+    struct Id {
+      char bytes[128];
+    } id;
+    Check(library_.Get<int(Id*)>("ncclGetUniqueId")(&id), "ncclGetUniqueId");
+    Check(library_.Get<int(void**, int, Id, int)>("ncclCommInitRank")(&comm_, 1, id, 0), "ncclCommInitRank");
+  }
+  ~OneRank() { library_.Get<int(void*)>("ncclCommDestroy")(comm_); }
+  OneRank(const OneRank&) = delete;
+  OneRank& operator=(const OneRank&) = delete;
+
+  void* get() const { return comm_; }
+
+ private:
+  static void Check(int status, const char* call) {
+    if (status != 0) throw std::runtime_error(std::string(call) + " returned " + std::to_string(status));
+  }
+
+  SharedLibrary library_{"libnccl.so.2"};
+  void* comm_ = nullptr;
+};
+
+TEST(Boundary, EveryCallButShutdownThrowsBeforeInitialize) {
+  EpCalls calls;
+  for (const EpCalls::Call& call : calls.NeedingGroup()) {
+    EXPECT_TRUE(Throws(call.name, {"nvte_ep_initialize"}, call.run));
+  }
+  for (const EpCalls::Call& call : calls.NeedingGroupWithNulls()) EXPECT_TRUE(Throws(call.name, {}, call.run));
+  EXPECT_TRUE(Throws("nvte_ep_initialize", {"ep_comm", "null"}, [&] { nvte_ep_initialize(nullptr, calls.config()); }));
+  EXPECT_TRUE(Throws("nvte_ep_initialize", {"ep_size", "got 0"}, [] { nvte_ep_initialize(nullptr, {}); }));
+}
+
+TEST(Boundary, ShutdownBeforeInitializeIsNothing) {
+  EXPECT_NO_THROW(nvte_ep_shutdown());
+  EXPECT_NO_THROW(nvte_ep_shutdown());
+}
+
+TEST(Boundary, CaughtAsStdException) {
+  EpCalls calls;
+  for (const EpCalls::Call& call : calls.NeedingGroup()) {
+    bool caught = false;
+    try {
+      call.run();
+    } catch (const std::exception& error) {
+      caught = true;
+      EXPECT_NE(dynamic_cast<const std::runtime_error*>(&error), nullptr);
+      EXPECT_EQ(std::string(error.what()).rfind(call.name + ": ", 0), 0u) << error.what();
+    }
+    EXPECT_TRUE(caught) << call.name;
+  }
+}
+
+TEST(Boundary, CaughtByEllipsisAndRethrown) {
+  EpCalls calls;
+  const EpCalls::Call call = calls.NeedingGroup().back();
+  std::exception_ptr kept;
+  try {
+    call.run();
+  } catch (...) {
+    kept = std::current_exception();
+  }
+  ASSERT_TRUE(kept != nullptr);
+  // The text belongs to the exception: it outlives other errors.
+  for (int i = 0; i < 100; ++i) EXPECT_THROW(nvte_ep_register_layer({}, nullptr), std::runtime_error);
+  EXPECT_TRUE(Throws(call.name, {"nvte_ep_initialize"}, [&] { std::rethrow_exception(kept); }));
+}
+
+struct Counted {
+  explicit Counted(int* count) : count(count) { ++*count; }
+  ~Counted() { --*count; }
+  Counted(const Counted&) = delete;
+  Counted& operator=(const Counted&) = delete;
+  int* count;
+};
+
+int Nested(int depth, int* live, const EpCalls::Call& call) {
+  const Counted counted(live);
+  const std::string text(1000, 'x');
+  const std::vector<int> numbers(1000, depth);
+  if (depth == 0) {
+    EXPECT_EQ(*live, 21);
+    call.run();
+    return 0;
+  }
+  return Nested(depth - 1, live, call) + static_cast<int>(text.size() + numbers.size());
+}
+
+TEST(Boundary, DestructorsOfTheCallerRun) {
+  EpCalls calls;
+  for (const EpCalls::Call& call : calls.NeedingGroup()) {
+    int live = 0;
+    EXPECT_THROW(Nested(20, &live, call), std::runtime_error) << call.name;
+    EXPECT_EQ(live, 0) << call.name;
+  }
+}
+
+// A destructor that runs because of one exception may call into the library and catch another.
+TEST(Boundary, ThrowsWhileAnotherExceptionUnwinds) {
+  EpCalls calls;
+  const EpCalls::Call call = calls.NeedingGroup().back();
+  struct Inner {
+    const EpCalls::Call& call;
+    int* caught;
+    ~Inner() {
+      try {
+        call.run();
+      } catch (const std::runtime_error&) {
+        ++*caught;
+      }
+    }
+  };
+  int caught = 0;
+  try {
+    const Inner inner{call, &caught};
+    call.run();
+  } catch (const std::runtime_error&) {
+    ++caught;
+  }
+  EXPECT_EQ(caught, 2);
+}
+
+TEST(Boundary, ManyThrowsKeepNoMemory) {
+  EpCalls calls;
+  const std::vector<EpCalls::Call> all = calls.NeedingGroup();
+  int caught = 0;
+  const auto throw_often = [&](int times) {
+    for (int i = 0; i < times; ++i) {
+      try {
+        all[i % all.size()].run();
+      } catch (const std::runtime_error&) {
+        ++caught;
+      }
+    }
+  };
+  throw_often(5000);
+  const std::size_t before = ResidentBytes();
+  throw_often(100000);
+  const std::size_t after = ResidentBytes();
+  EXPECT_EQ(caught, 105000);
+  EXPECT_LT(after, before + (std::size_t{1} << 20));
+}
+
+TEST(Boundary, ThreadsThrowAtTheSameTime) {
+  std::atomic<int> right{0};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&right] {
+      EpCalls calls;
+      const std::vector<EpCalls::Call> all = calls.NeedingGroup();
+      for (int i = 0; i < 3000; ++i) {
+        const EpCalls::Call& call = all[i % all.size()];
+        try {
+          call.run();
+        } catch (const std::runtime_error& error) {
+          // Every thread gets its own text.
+          if (std::string(error.what()).rfind(call.name + ": ", 0) == 0) ++right;
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(right, 4 * 3000);
+}
+
+TEST(Boundary, VersionNamesLibraryAndInterface) {
+  const std::string version = nvte_ep_ext_version();
+  EXPECT_NE(version.find("libnvte_ep"), std::string::npos) << version;
+  EXPECT_NE(version.find("register_layer"), std::string::npos) << version;
+  EXPECT_EQ(nvte_ep_ext_version(), nvte_ep_ext_version()) << "the string is static";
+}
+
+TEST(Boundary, TheNextValidCallWorks) {
+  if (!OnHostRuntime()) GTEST_SKIP() << "needs NVTE_EP_RUNTIME=host";
+  EpCalls calls;
+  const OneRank comm;
+  for (int round = 0; round < 3; ++round) {
+    for (const EpCalls::Call& call : calls.NeedingGroup()) EXPECT_THROW(call.run(), std::runtime_error);
+    NVTEEpGroupConfig bad = calls.config();
+    bad.hidden_dim = 7;
+    EXPECT_TRUE(Throws("nvte_ep_initialize", {"hidden_dim", "7"}, [&] { nvte_ep_initialize(comm.get(), bad); }));
+    ASSERT_NO_THROW(nvte_ep_initialize(comm.get(), calls.config()));
+    EXPECT_TRUE(
+        Throws("nvte_ep_initialize", {"nvte_ep_shutdown"}, [&] { nvte_ep_initialize(comm.get(), calls.config()); }));
+    NVTEEpLayerConfig layer = {};
+    layer.top_k = 99;
+    std::size_t bytes = 0;
+    EXPECT_TRUE(Throws("nvte_ep_register_layer", {"top_k", "99"}, [&] { nvte_ep_register_layer(layer, &bytes); }));
+    layer.top_k = 2;
+    EXPECT_NE(nvte_ep_register_layer(layer, &bytes), 0u);
+    EXPECT_GT(bytes, 0u);
+    ASSERT_NO_THROW(nvte_ep_shutdown());
+  }
+}
+
+// The same with a group behind the calls, whose locks a throw must not leave held.
+TEST(Boundary, ThreadsThrowWithAGroup) {
+  if (!OnHostRuntime()) GTEST_SKIP() << "needs NVTE_EP_RUNTIME=host";
+  EpCalls calls;
+  const OneRank comm;
+  nvte_ep_initialize(comm.get(), calls.config());
+  std::atomic<int> right{0};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&right, thread] {
+      NVTEEpLayerConfig layer = {};
+      for (int i = 0; i < 500; ++i) {
+        layer.top_k = -1 - thread;
+        std::size_t bytes = 0;
+        try {
+          nvte_ep_register_layer(layer, &bytes);
+        } catch (const std::runtime_error& error) {
+          if (std::string(error.what()).find("got " + std::to_string(layer.top_k)) != std::string::npos) ++right;
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(right, 4 * 500);
+  NVTEEpLayerConfig layer = {};
+  layer.top_k = 2;
+  std::size_t bytes = 0;
+  EXPECT_NE(nvte_ep_register_layer(layer, &bytes), 0u);
+  ASSERT_NO_THROW(nvte_ep_shutdown());
+}
+
+// In a process of its own: the environment is read at initialize.
+TEST(Boundary, UnknownRuntimeIsRefusedByName) {
+  EXPECT_EXIT(
+      {
+        setenv("NVTE_EP_RUNTIME", "gpu", 1);
+        EpCalls calls;
+        char not_a_communicator[4096] = {};
+        const testing::AssertionResult result =
+            Throws("nvte_ep_initialize", {"NVTE_EP_RUNTIME", "cuda", "host", "got gpu"},
+                   [&] { nvte_ep_initialize(not_a_communicator, calls.config()); });
+        std::fprintf(stderr, "%s\n", result.message());
+        _exit(result ? 0 : 1);
+      },
+      testing::ExitedWithCode(0), "");
+}
+
+TEST(Boundary, WithoutAGpuTheErrorNamesTheHostRuntime) {
+  if (OnHostRuntime()) GTEST_SKIP() << "NVTE_EP_RUNTIME=host";
+  if (HaveGpu()) GTEST_SKIP() << "this machine has a GPU";
+  EpCalls calls;
+  char not_a_communicator[4096] = {};
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_TRUE(Throws("nvte_ep_initialize", {"NVTE_EP_RUNTIME=host"},
+                       [&] { nvte_ep_initialize(not_a_communicator, calls.config()); }));
+  }
+  EXPECT_NO_THROW(nvte_ep_shutdown());
+  for (const EpCalls::Call& call : calls.NeedingGroup()) {
+    EXPECT_TRUE(Throws(call.name, {"nvte_ep_initialize"}, call.run));
+  }
+}
+
+}  // namespace
+}  // namespace test

@@ -1,0 +1,268 @@
+// One order of ending a program a run: test_teardown ORDER, under mpirun. The process has to exit with 0 on every rank.
+// --list prints the orders.
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <thread>
+
+#include "support/ep.h"
+#include "support/host_stats.h"
+
+namespace test {
+namespace {
+
+bool failed = false;
+
+void Fail(const char* what) {
+  std::fprintf(stderr, "[rank %d] %s\n", World::Get().rank(), what);
+  failed = true;
+}
+
+Routing SomeRouting(const Group& group, std::uint64_t seed) {
+  return RandomRouting(std::vector<int>(World::Get().size(), 11), 2, group.config().num_experts, seed);
+}
+
+void RunSteps(const Group& group) {
+  Layer first(2, 1), second(2, 8);
+  for (std::uint64_t seed = 1; seed <= 3; ++seed) {
+    Step<BFloat16>(group, first, SomeRouting(group, seed), seed).ForwardAndBackward();
+    Step<BFloat16>(group, second, SomeRouting(group, seed), seed).ForwardAndBackward();
+  }
+  if (testing::UnitTest::GetInstance()->ad_hoc_test_result().Failed()) Fail("a step gave wrong values");
+}
+
+GroupShape Shape() {
+  GroupShape shape;
+  shape.alignment = 8;
+  return shape;
+}
+
+// All that was created has to be gone. Says nothing on real hardware.
+void CheckNothingIsLeft(std::uint64_t groups) {
+  const std::optional<HostStats> stats = ReadHostStats();
+  if (!stats) return;
+  std::printf("[rank %d] groups %" PRIu64 " created %" PRIu64 " destroyed, handles %" PRIu64 " created %" PRIu64
+              " destroyed\n",
+              World::Get().rank(), stats->groups_created, stats->groups_destroyed, stats->handles_created,
+              stats->handles_destroyed);
+  std::fflush(stdout);
+  if (stats->groups_created != groups || stats->groups_destroyed != groups) Fail("a group is left");
+  if (stats->handles_created != 2 * groups || stats->handles_destroyed != 2 * groups) Fail("a handle is left");
+}
+
+int Leave() {
+  const int mine = failed ? 1 : 0;
+  int any = 0;
+  MPI_Allreduce(&mine, &any, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
+  return World::Stop() ? any : 1;
+}
+
+int ShutdownThenDestroy() {
+  Group group(Shape());
+  RunSteps(group);
+  group.Shutdown();
+  World::Get().DestroyComm();
+  CheckNothingIsLeft(1);
+  return Leave();
+}
+
+int ShutdownTwice() {
+  Group group(Shape());
+  RunSteps(group);
+  group.Shutdown();
+  nvte_ep_shutdown();
+  CheckNothingIsLeft(1);
+  return Leave();
+}
+
+int ShutdownInitializeShutdown() {
+  for (std::uint64_t groups = 1; groups <= 2; ++groups) {
+    GroupShape shape = Shape();
+    shape.hidden = groups == 1 ? 256 : 128;
+    Group group(shape);
+    RunSteps(group);
+    group.Shutdown();
+    CheckNothingIsLeft(groups);
+  }
+  return Leave();
+}
+
+// An exception leaves the scope that owns group, layer and step.
+int Exception() {
+  try {
+    Group group(Shape());
+    RunSteps(group);
+    throw std::logic_error("the training loop failed");
+  } catch (const std::logic_error&) {
+  }
+  CheckNothingIsLeft(1);
+  return Leave();
+}
+
+// The library's own exception leaves that scope.
+int LibraryException() {
+  bool caught = false;
+  try {
+    Group group(Shape());
+    RunSteps(group);
+    NVTEEpLayerConfig config = {};
+    nvte_ep_register_layer(config, nullptr);
+  } catch (const std::runtime_error&) {
+    caught = true;
+  }
+  if (!caught) Fail("no exception");
+  CheckNothingIsLeft(1);
+  return Leave();
+}
+
+// Nobody shuts down anything: neither group nor communicator nor stream.
+int ExitWithoutShutdown() {
+  // Owned by nobody on purpose.
+  Group* group = new Group(Shape());
+  RunSteps(*group);
+  MPI_Finalize();
+  return failed ? 1 : 0;
+}
+
+// Shut down by a handler of exit, after main has returned.
+int ShutdownAtExit() {
+  Group* group = new Group(Shape());
+  RunSteps(*group);
+  MPI_Finalize();
+  std::atexit([] {
+    try {
+      nvte_ep_shutdown();
+      CheckNothingIsLeft(1);
+    } catch (const std::exception& error) {
+      Fail(error.what());
+    }
+    if (failed) std::_Exit(1);
+  });
+  return failed ? 1 : 0;
+}
+
+// Shut down by a destructor of static storage, which runs in the order of construction reversed: after everything that
+// the library constructed during the run.
+struct StaticOwner {
+  bool armed = false;
+  ~StaticOwner() {
+    if (!armed) return;
+    try {
+      nvte_ep_shutdown();
+      CheckNothingIsLeft(1);
+    } catch (const std::exception& error) {
+      Fail(error.what());
+    }
+    if (failed) std::_Exit(1);
+  }
+} static_owner;
+
+int ShutdownInStaticDestructor() {
+  Group* group = new Group(Shape());
+  RunSteps(*group);
+  MPI_Finalize();
+  static_owner.armed = true;
+  return failed ? 1 : 0;
+}
+
+int OneRankLate() {
+  Group group(Shape());
+  RunSteps(group);
+  if (World::Get().rank() == 1) std::this_thread::sleep_for(std::chrono::seconds(1));
+  group.Shutdown();
+  CheckNothingIsLeft(1);
+  return Leave();
+}
+
+// Work is still queued when shutdown begins, and it has to have been done when shutdown returns.
+int ShutdownWithQueuedWork() {
+  Group group(Shape());
+  Layer first(2, 1), second(2, 8);
+  Step<BFloat16> a(group, first, SomeRouting(group, 5), 5);
+  Step<BFloat16> b(group, second, SomeRouting(group, 6), 6);
+  for (int i = 0; i < 20; ++i) {
+    a.Prepare();
+    b.Prepare();
+    a.Dispatch();
+    b.Dispatch();
+    a.CombineBwd();
+    b.CombineBwd();
+  }
+  group.Shutdown();
+  a.CheckReceived();
+  b.CheckReceived();
+  a.CheckCombineBwd();
+  b.CheckCombineBwd();
+  if (testing::UnitTest::GetInstance()->ad_hoc_test_result().Failed()) Fail("queued work was lost");
+  CheckNothingIsLeft(1);
+  return Leave();
+}
+
+// A framework's thread pool: the thread that shuts down is not the one that worked.
+int ShutdownFromAnotherThread() {
+  Group group(Shape());
+  RunSteps(group);
+  int device = 0;
+  TEST_CUDA(cudaGetDevice(&device));
+  std::thread([&] {
+    try {
+      TEST_CUDA(cudaSetDevice(device));
+      group.Shutdown();
+    } catch (const std::exception& error) {
+      Fail(error.what());
+    }
+  }).join();
+  CheckNothingIsLeft(1);
+  return Leave();
+}
+
+struct Order {
+  const char* name;
+  int (*run)();
+};
+
+constexpr Order kOrders[] = {
+    {"shutdown_then_destroy", ShutdownThenDestroy},
+    {"exit_without_shutdown", ExitWithoutShutdown},
+    {"shutdown_twice", ShutdownTwice},
+    {"shutdown_initialize_shutdown", ShutdownInitializeShutdown},
+    {"exception", Exception},
+    {"library_exception", LibraryException},
+    {"shutdown_at_exit", ShutdownAtExit},
+    {"shutdown_in_static_destructor", ShutdownInStaticDestructor},
+    {"one_rank_late", OneRankLate},
+    {"shutdown_with_queued_work", ShutdownWithQueuedWork},
+    {"shutdown_from_another_thread", ShutdownFromAnotherThread},
+};
+
+}  // namespace
+}  // namespace test
+
+int main(int argc, char** argv) {
+  if (argc == 2 && std::strcmp(argv[1], "--list") == 0) {
+    for (const test::Order& order : test::kOrders) std::printf("%s\n", order.name);
+    return 0;
+  }
+  for (const test::Order& order : test::kOrders) {
+    if (argc != 2 || std::strcmp(argv[1], order.name) != 0) continue;
+    test::World::Start(&argc, &argv);
+    try {
+      return order.run();
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "[rank %d] %s: %s\n", test::World::Get().rank(), order.name, error.what());
+      MPI_Abort(MPI_COMM_WORLD, 1);
+    }
+  }
+  std::fprintf(stderr, "usage: %s --list | ORDER, one of\n", argv[0]);
+  for (const test::Order& order : test::kOrders) std::fprintf(stderr, "  %s\n", order.name);
+  return 2;
+}
