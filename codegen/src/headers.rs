@@ -67,7 +67,7 @@ const HEADERS: &[Header] = &[
         path: "nvte_ep/nvte_ep_ext.h",
         about: "nvte-ep's additions to the interface.",
         guard: "NVTE_EP_EXT_H_",
-        sources: &["abi/register_layer/src/ext.rs"],
+        sources: &["abi/ext.rs"],
         includes: &[],
         foreign: "",
         exclude: &[],
