@@ -63,6 +63,39 @@ const HEADERS: &[Header] = &[
         exclude: &[],
         bindings: &[],
     },
+    // The same folder name for TransformerEngine's ABI, in a folder of its own: a program has one of the two on its path.
+    Header {
+        path: "nvte_ep/te/transformer_engine/transformer_engine.h",
+        about: "NVTETensor: descriptions of arrays. Every function throws std::runtime_error on an error.",
+        guard: "TRANSFORMER_ENGINE_TRANSFORMER_ENGINE_H_",
+        sources: &["src/ffi/types.rs", "abi/tensor/src/surface.rs"],
+        includes: &[],
+        foreign: CUDA_STREAM,
+        exclude: &["cudaStream_t"],
+        bindings: &[],
+    },
+    Header {
+        path: "nvte_ep/te/transformer_engine/comm_window.h",
+        about: "NVTECommWindow: a payload's place in symmetric memory.",
+        guard: "TRANSFORMER_ENGINE_COMM_WINDOW_H_",
+        sources: &["src/ffi/te_window.rs"],
+        includes: &[],
+        foreign: NCCL_WINDOW,
+        exclude: &["ncclWindow_t"],
+        bindings: &[],
+    },
+    Header {
+        path: "nvte_ep/te/transformer_engine/ep.h",
+        about: "Expert parallelism, TransformerEngine >= 2.19 ABI. Every function throws std::runtime_error on an error.",
+        guard: "TRANSFORMER_ENGINE_EP_H_",
+        sources: &["src/ffi/te.rs", "abi/te/src/surface.rs"],
+        includes: &["transformer_engine/comm_window.h", "transformer_engine/transformer_engine.h"],
+        foreign: "/** Starting value of a configuration: its size, and zeroes. */\n\
+                  #define NVTE_EP_GROUP_CONFIG_INIT {sizeof(NVTEEpGroupConfig)}\n\
+                  #define NVTE_EP_LAYER_CONFIG_INIT {sizeof(NVTEEpLayerConfig)}",
+        exclude: &[],
+        bindings: &[],
+    },
     Header {
         path: "nvte_ep/nvte_ep_ext.h",
         about: "nvte-ep's additions to the interface.",

@@ -5,6 +5,7 @@ pub mod comm_window;
 mod guard;
 pub mod register_layer;
 pub mod te;
+pub mod te_window;
 pub mod types;
 pub mod versioned;
 pub mod view;

@@ -1,6 +1,5 @@
 //! C structures of TransformerEngine's ABI since 2.19. Configurations go by pointer, windows by value.
 
-use super::comm_window::{at, ncclWindow_t};
 use super::types::{NVTEDType, NVTETensor};
 use super::versioned::Versioned;
 use super::view::{TensorReader, Windows, required};
@@ -51,23 +50,9 @@ pub struct NVTEEpLayerConfig {
     pub dispatch_output_per_expert_alignment: usize,
 }
 
-/// Where a payload lies in symmetric memory. With a window NULL the tensor's pointer is used.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct NVTECommWindow {
-    /// The window, from ncclCommWindowRegister on the group's communicator, or NULL.
-    pub window: ncclWindow_t,
-    /// Offset of the payload from the window's start, in bytes; a multiple of 16.
-    pub offset: u64,
-    /// The window of a block-scaled payload's inverse scales, or NULL.
-    pub scale_window: ncclWindow_t,
-    /// Offset of the inverse scales, in bytes; a multiple of 16.
-    pub scale_offset: u64,
-}
-
 const _: () = {
     assert!(size_of::<NVTEEpGroupConfig>() == 48 && align_of::<NVTEEpGroupConfig>() == 8);
-    assert!(size_of::<NVTEEpLayerConfig>() == 24 && size_of::<NVTECommWindow>() == 32);
+    assert!(size_of::<NVTEEpLayerConfig>() == 24);
 };
 
 // SAFETY: repr(C), integers, the size first.
@@ -119,15 +104,6 @@ impl TryFrom<NVTEEpLayerConfig> for LayerConfig {
     fn try_from(config: NVTEEpLayerConfig) -> Result<Self> {
         let NVTEEpLayerConfig { struct_size: _, top_k, dispatch_output_per_expert_alignment } = config;
         Self::parse("layer_cfg", top_k, dispatch_output_per_expert_alignment)
-    }
-}
-
-impl NVTECommWindow {
-    /// Where it says that data and scales lie.
-    #[must_use]
-    pub fn parse(self) -> Windows {
-        let Self { window, offset, scale_window, scale_offset } = self;
-        Windows { data: at(window, offset), scales: at(scale_window, scale_offset) }
     }
 }
 
