@@ -1,9 +1,12 @@
 // Included by the build scripts of the cdylibs: the SONAME, and the link of that name beside the library, which a program
 // linked in the build folder needs at run time.
 
-fn soname(library: &str, version: u32) {
-    let name = format!("{library}.so.{version}");
+fn soname(library: &str, version: Option<u32>) {
+    let name = version.map_or(format!("{library}.so"), |version| format!("{library}.so.{version}"));
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,{name}");
+    if version.is_none() {
+        return;
+    }
     // OUT_DIR is <profile folder>/build/<package>/out.
     let out = std::path::PathBuf::from(std::env::var_os("OUT_DIR").expect("Cargo sets it"));
     let profile = out.ancestors().nth(3).expect("OUT_DIR lies three folders down");

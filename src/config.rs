@@ -19,6 +19,24 @@ pub enum Transfer {
     ZeroCopy,
 }
 
+/// How many rows a rank can receive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RecvCapacity {
+    /// As many as a step needs: the caller reads the total after prepare and sizes its buffers by it.
+    Eager,
+    /// At most so many.
+    Fixed(u32),
+}
+
+/// What happens to rows beyond a fixed capacity.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Overflow {
+    /// The step fails on the device.
+    Trap,
+    /// They are dropped.
+    Drop,
+}
+
 /// What happens when a registered layer comes with another handle memory than before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Relocation {
@@ -41,6 +59,28 @@ pub struct GroupRequest {
     pub max_token_dtype: i32,
     pub zero_copy: i32,
     pub allow_handle_mem_reloc: i32,
+    pub num_topk: i32,
+    pub drop_on_overflow: i32,
+    /// What the ABI has that others do not.
+    pub dialect: Dialect,
+}
+
+/// Where the ABIs differ.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dialect {
+    /// The name of the field that caps the multiprocessors.
+    pub sm_field: &'static str,
+    /// Whether `max_recv_tokens_per_rank` = 0 asks for eager mode.
+    pub eager: bool,
+    /// How many handles are kept unless `NVTE_EP_HANDLE_CACHE_SIZE` says otherwise.
+    pub default_handle_limit: usize,
+}
+
+impl Dialect {
+    /// The register_layer ABI.
+    pub const REGISTER_LAYER: Self = Self { sm_field: "max_num_sms", eager: false, default_handle_limit: 8192 };
+    /// TransformerEngine's ABI since 2.19.
+    pub const TE: Self = Self { sm_field: "num_comm_sms", eager: true, default_handle_limit: 4096 };
 }
 
 /// What a group is.
@@ -53,7 +93,7 @@ pub struct GroupConfig {
     /// Most tokens a rank dispatches in one step.
     pub max_tokens_per_rank: u32,
     /// Rows of a rank's receive buffers.
-    pub recv_capacity: u32,
+    pub recv_capacity: RecvCapacity,
     /// Elements of a token row, at most.
     pub hidden_dim: u32,
     /// Streaming multiprocessors for communication; none = chosen at initialize.
@@ -64,6 +104,12 @@ pub struct GroupConfig {
     pub transfer: Transfer,
     /// What a moved handle memory means.
     pub relocation: Relocation,
+    /// Most experts per token of any layer, where the caller says.
+    pub num_topk: Option<u32>,
+    /// What happens to rows beyond the capacity.
+    pub overflow: Overflow,
+    /// For the names in messages.
+    pub dialect: Dialect,
 }
 
 impl GroupConfig {
@@ -107,7 +153,20 @@ impl TryFrom<GroupRequest> for GroupConfig {
             max_token_dtype,
             zero_copy,
             allow_handle_mem_reloc,
+            num_topk,
+            drop_on_overflow,
+            dialect,
         } = request;
+        let flag = |name: &str, value: i32, meaning: &str| match value {
+            0 => Ok(false),
+            1 => Ok(true),
+            other => Err(Error::argument(field(name), format!("must be 0 or 1 ({meaning})"), other)),
+        };
+        let count = |name: &str, value: i32, zero: &str| match u32::try_from(value) {
+            Ok(0) => Ok(None),
+            Ok(value) => Ok(Some(value)),
+            Err(_) => Err(Error::argument(field(name), format!("must be 0 ({zero}) or more"), value)),
+        };
         let dtype = match max_token_dtype {
             0 => DType::BFloat16,
             code => DType::from_nvte(code).filter(|d| d.nccl().is_some()).ok_or_else(|| {
@@ -122,28 +181,30 @@ impl TryFrom<GroupRequest> for GroupConfig {
             ep_size: positive("ep_size", ep_size)?,
             num_experts: positive("num_experts", num_experts)?,
             max_tokens_per_rank: positive("max_tokens_per_rank", max_tokens_per_rank)?,
-            recv_capacity: positive("max_recv_tokens_per_rank", max_recv_tokens_per_rank)?,
+            recv_capacity: match max_recv_tokens_per_rank {
+                0 if dialect.eager => RecvCapacity::Eager,
+                rows => RecvCapacity::Fixed(positive("max_recv_tokens_per_rank", rows)?),
+            },
             hidden_dim: positive("hidden_dim", hidden_dim)?,
-            max_num_sms: match max_num_sms {
-                0 => None,
-                _ => Some(u32::try_from(max_num_sms).map_err(|_| {
-                    Error::argument(field("max_num_sms"), "must be 0 (automatic) or more", max_num_sms)
-                })?),
-            },
+            max_num_sms: count(dialect.sm_field, max_num_sms, "automatic")?,
             max_token_dtype: dtype,
-            transfer: match zero_copy {
-                0 => Transfer::Staged,
-                1 => Transfer::ZeroCopy,
-                other => return Err(Error::argument(field("zero_copy"), "must be 0 (staged) or 1", other)),
+            transfer: if flag("zero_copy", zero_copy, "1 = payloads lie in windows")? {
+                Transfer::ZeroCopy
+            } else {
+                Transfer::Staged
             },
-            relocation: match allow_handle_mem_reloc {
-                0 => Relocation::Refuse,
-                1 => Relocation::Rebuild,
-                other => {
-                    let rule = "must be 0 (an error) or 1 (rebuild)";
-                    return Err(Error::argument(field("allow_handle_mem_reloc"), rule, other));
-                }
+            relocation: if flag("allow_handle_mem_reloc", allow_handle_mem_reloc, "1 = rebuild")? {
+                Relocation::Rebuild
+            } else {
+                Relocation::Refuse
             },
+            num_topk: count("num_topk", num_topk, "not said")?,
+            overflow: if flag("drop_on_overflow", drop_on_overflow, "1 = drop")? {
+                Overflow::Drop
+            } else {
+                Overflow::Trap
+            },
+            dialect,
         };
         config.check()?;
         Ok(config)
@@ -177,15 +238,23 @@ impl GroupConfig {
             )
             .with_remedy("add experts that no token is routed to"));
         }
-        if self.recv_capacity < self.max_tokens_per_rank {
-            return Err(Error::argument(
-                field("max_recv_tokens_per_rank"),
-                format!("must be at least max_tokens_per_rank, {}", self.max_tokens_per_rank),
-                self.recv_capacity,
-            )
-            .with_remedy(
-                "ep_size * max_tokens_per_rank * top_k, and the padding of every local expert, hold any routing",
-            ));
+        match self.recv_capacity {
+            RecvCapacity::Fixed(rows) if rows < self.max_tokens_per_rank => {
+                return Err(Error::argument(
+                    field("max_recv_tokens_per_rank"),
+                    format!("must be at least max_tokens_per_rank, {}", self.max_tokens_per_rank),
+                    rows,
+                )
+                .with_remedy(
+                    "ep_size * max_tokens_per_rank * top_k, and the padding of every local expert, hold any routing",
+                ));
+            }
+            RecvCapacity::Fixed(_) => {}
+            RecvCapacity::Eager => self.check_eager()?,
+        }
+        if let Some(num_topk) = self.num_topk.filter(|top_k| *top_k > MAX_TOP_K.min(self.num_experts)) {
+            let required = format!("must be at most {} experts per token", MAX_TOP_K.min(self.num_experts));
+            return Err(Error::argument(field("num_topk"), required, num_topk));
         }
         let bytes = self.max_token_bytes();
         if !bytes.is_multiple_of(16) || u32::try_from(bytes).is_err() {
@@ -194,6 +263,44 @@ impl GroupConfig {
                 format!("must make a token row a multiple of 16 bytes, below 4 GiB, in {}", self.max_token_dtype),
                 format!("{} elements = {bytes} bytes", self.hidden_dim),
             ));
+        }
+        Ok(())
+    }
+}
+
+impl GroupConfig {
+    /// Rows that the internal buffers hold: the fixed capacity, or in eager mode what any routing needs unpadded.
+    #[must_use]
+    pub fn internal_rows(&self) -> u64 {
+        match self.recv_capacity {
+            RecvCapacity::Fixed(rows) => rows.into(),
+            RecvCapacity::Eager => {
+                let tokens = u64::from(self.ep_size) * u64::from(self.max_tokens_per_rank);
+                tokens.saturating_mul(self.num_topk.unwrap_or(1).into())
+            }
+        }
+    }
+
+    /// The rules of eager mode.
+    fn check_eager(&self) -> Result<()> {
+        let eager = "in eager mode (max_recv_tokens_per_rank = 0)";
+        if self.transfer == Transfer::ZeroCopy {
+            return Err(Error::argument(field("zero_copy"), format!("must be 0 {eager}"), 1));
+        }
+        if self.overflow == Overflow::Drop {
+            return Err(Error::argument(
+                field("drop_on_overflow"),
+                format!("must be 0 {eager}, which has no capacity"),
+                1,
+            ));
+        }
+        if self.num_topk.is_none() {
+            let required = format!("must be the largest top_k of any layer {eager}");
+            return Err(Error::argument(field("num_topk"), required, 0));
+        }
+        if u32::try_from(self.internal_rows()).is_err() {
+            let required = format!("must make ep_size * max_tokens_per_rank * num_topk fit 32 bits {eager}");
+            return Err(Error::argument(field("max_tokens_per_rank"), required, self.internal_rows()));
         }
         Ok(())
     }
@@ -208,7 +315,7 @@ impl SlabAlignment {
     ///
     /// # Errors
     /// A value that is no power of two or does not fit NCCL EP's `int`.
-    pub fn parse(argument: &'static str, value: usize) -> Result<Self> {
+    pub fn parse(argument: impl Into<String>, value: usize) -> Result<Self> {
         u32::try_from(value.max(1))
             .ok()
             .filter(|value| value.is_power_of_two() && i32::try_from(*value).is_ok())
@@ -233,26 +340,30 @@ pub struct LayerConfig {
 }
 
 impl LayerConfig {
-    /// Parses the C fields.
+    /// Parses the fields of the C argument `argument`.
     ///
     /// # Errors
     /// `top_k` outside 1 to [`MAX_TOP_K`], or an alignment that [`SlabAlignment::parse`] refuses.
-    pub fn parse(top_k: i32, alignment: usize) -> Result<Self> {
+    pub fn parse(argument: &str, top_k: i32, alignment: usize) -> Result<Self> {
         let top_k = u32::try_from(top_k).ok().filter(|k| (1..=MAX_TOP_K).contains(k)).ok_or_else(|| {
-            Error::argument("layer_config.top_k", format!("must be 1 to {MAX_TOP_K} experts per token"), top_k)
+            Error::argument(format!("{argument}.top_k"), format!("must be 1 to {MAX_TOP_K} experts per token"), top_k)
         })?;
-        let alignment = SlabAlignment::parse("layer_config.dispatch_output_per_expert_alignment", alignment)?;
+        let name = format!("{argument}.dispatch_output_per_expert_alignment");
+        let alignment = SlabAlignment::parse(name, alignment)?;
         Ok(Self { top_k, alignment })
     }
 
     /// # Errors
     /// More experts per token than the group has experts.
     pub fn check_against(&self, group: &GroupConfig) -> Result<()> {
-        if self.top_k <= group.num_experts {
+        let (most, what) = match group.num_topk {
+            Some(num_topk) => (num_topk, "num_topk"),
+            None => (group.num_experts, "num_experts"),
+        };
+        if self.top_k <= most {
             return Ok(());
         }
-        let required = format!("must be at most the group's num_experts, {}", group.num_experts);
-        Err(Error::argument("layer_config.top_k", required, self.top_k))
+        Err(Error::argument("layer_config.top_k", format!("must be at most the group's {what}, {most}"), self.top_k))
     }
 }
 
@@ -270,6 +381,9 @@ pub(crate) mod tests {
         max_token_dtype: 0,
         zero_copy: 0,
         allow_handle_mem_reloc: 0,
+        num_topk: 0,
+        drop_on_overflow: 0,
+        dialect: Dialect::REGISTER_LAYER,
     };
 
     #[test]
@@ -299,11 +413,38 @@ pub(crate) mod tests {
             (|r| r.max_num_sms = -1, "group_config.max_num_sms must be 0 (automatic) or more, got -1"),
             (|r| r.max_token_dtype = 11, "group_config.max_token_dtype must be the NVTEDType"),
             (|r| r.max_token_dtype = -1, "got -1"),
-            (|r| r.allow_handle_mem_reloc = 2, "group_config.allow_handle_mem_reloc must be 0 (an error) or 1"),
-            (|r| r.zero_copy = 2, "group_config.zero_copy must be 0 (staged) or 1, got 2"),
+            (
+                |r| r.allow_handle_mem_reloc = 2,
+                "group_config.allow_handle_mem_reloc must be 0 or 1 (1 = rebuild), got 2",
+            ),
+            (|r| r.num_topk = -1, "group_config.num_topk must be 0 (not said) or more, got -1"),
+            (|r| r.num_topk = 17, "group_config.num_topk must be at most 16 experts per token, got 17"),
+            (|r| r.drop_on_overflow = -1, "group_config.drop_on_overflow must be 0 or 1 (1 = drop), got -1"),
+            (|r| r.zero_copy = 2, "group_config.zero_copy must be 0 or 1 (1 = payloads lie in windows), got 2"),
         ];
         for (change, expected) in cases {
             let mut request = REQUEST;
+            change(&mut request);
+            let text = GroupConfig::try_from(request).unwrap_err().to_string();
+            assert!(text.contains(expected), "{text:?} lacks {expected:?}");
+        }
+    }
+
+    #[test]
+    fn eager_mode() {
+        type Change = fn(&mut GroupRequest);
+        let eager = GroupRequest { max_recv_tokens_per_rank: 0, num_topk: 8, dialect: Dialect::TE, ..REQUEST };
+        let config = GroupConfig::try_from(eager).unwrap();
+        assert_eq!((config.recv_capacity, config.internal_rows()), (RecvCapacity::Eager, 4 * 64 * 8));
+        let cases: &[(Change, &str)] = &[
+            (|r| r.zero_copy = 1, "group_config.zero_copy must be 0 in eager mode"),
+            (|r| r.drop_on_overflow = 1, "group_config.drop_on_overflow must be 0 in eager mode"),
+            (|r| r.num_topk = 0, "group_config.num_topk must be the largest top_k of any layer in eager mode"),
+            (|r| r.max_tokens_per_rank = i32::MAX, "fit 32 bits in eager mode"),
+            (|r| r.max_num_sms = -2, "group_config.num_comm_sms must be 0 (automatic) or more, got -2"),
+        ];
+        for (change, expected) in cases {
+            let mut request = eager;
             change(&mut request);
             let text = GroupConfig::try_from(request).unwrap_err().to_string();
             assert!(text.contains(expected), "{text:?} lacks {expected:?}");
@@ -320,22 +461,25 @@ pub(crate) mod tests {
 
     #[test]
     fn layers() {
-        assert_eq!(LayerConfig::parse(8, 128).unwrap().alignment.tokens(), 128);
-        assert_eq!(LayerConfig::parse(1, 0).unwrap().alignment, LayerConfig::parse(1, 1).unwrap().alignment);
+        assert_eq!(LayerConfig::parse("layer_config", 8, 128).unwrap().alignment.tokens(), 128);
+        assert_eq!(
+            LayerConfig::parse("layer_config", 1, 0).unwrap().alignment,
+            LayerConfig::parse("layer_config", 1, 1).unwrap().alignment
+        );
         for top_k in [0, -1, 33] {
-            let text = LayerConfig::parse(top_k, 0).unwrap_err().to_string();
+            let text = LayerConfig::parse("layer_config", top_k, 0).unwrap_err().to_string();
             assert_eq!(text, format!("layer_config.top_k must be 1 to 32 experts per token, got {top_k}"));
         }
         for alignment in [3, 12, 1 << 31, usize::MAX] {
-            let text = LayerConfig::parse(2, alignment).unwrap_err().to_string();
+            let text = LayerConfig::parse("layer_config", 2, alignment).unwrap_err().to_string();
             assert!(
                 text.contains("dispatch_output_per_expert_alignment must be 0, 1 or another power of two"),
                 "{text}"
             );
         }
         let group = GroupConfig::try_from(REQUEST).unwrap();
-        LayerConfig::parse(16, 0).unwrap().check_against(&group).unwrap();
-        let text = LayerConfig::parse(17, 0).unwrap().check_against(&group).unwrap_err().to_string();
+        LayerConfig::parse("layer_config", 16, 0).unwrap().check_against(&group).unwrap();
+        let text = LayerConfig::parse("layer_config", 17, 0).unwrap().check_against(&group).unwrap_err().to_string();
         assert_eq!(text, "layer_config.top_k must be at most the group's num_experts, 16, got 17");
     }
 }

@@ -57,8 +57,8 @@ const NCCL_EP_LIB: Variable = Variable {
 };
 const HANDLE_CACHE_SIZE: Variable = Variable {
     name: "NVTE_EP_HANDLE_CACHE_SIZE",
-    default: "8192",
-    meaning: "how many layers may be registered on a group; negative = no limit",
+    default: "8192 for libnvte_ep, 4096 for TransformerEngine's ABI",
+    meaning: "how many layers may be registered on a group, or how many handle memories are kept open; negative = no limit",
 };
 const TIMEOUT_MS: Variable = Variable {
     name: "NVTE_EP_TIMEOUT_MS",
@@ -78,6 +78,29 @@ pub(crate) const LOG: Variable =
 pub const VARIABLES: &[Variable] =
     &[RUNTIME, HOST_LIB, NCCL_LIB, NCCL_EP_LIB, HANDLE_CACHE_SIZE, TIMEOUT_MS, SHUTDOWN_TIMEOUT_MS, LOG];
 
+/// How many handles are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CacheSize {
+    /// As many as the ABI says.
+    Default,
+    /// At most so many.
+    Limit(usize),
+    /// Any number.
+    Unlimited,
+}
+
+impl CacheSize {
+    /// The limit, with the ABI's `default`.
+    #[must_use]
+    pub const fn limit(self, default: usize) -> Option<usize> {
+        match self {
+            Self::Default => Some(default),
+            Self::Limit(limit) => Some(limit),
+            Self::Unlimited => None,
+        }
+    }
+}
+
 /// The parsed environment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Env {
@@ -89,8 +112,8 @@ pub struct Env {
     pub nccl_lib: Option<PathBuf>,
     /// `NVTE_EP_NCCL_EP_LIB`.
     pub nccl_ep_lib: Option<PathBuf>,
-    /// `NVTE_EP_HANDLE_CACHE_SIZE`; none = no limit.
-    pub handle_cache_size: Option<usize>,
+    /// `NVTE_EP_HANDLE_CACHE_SIZE`.
+    pub handle_cache_size: CacheSize,
     /// `NVTE_EP_TIMEOUT_MS`; none = no limit.
     pub timeout: Option<Duration>,
     /// `NVTE_EP_SHUTDOWN_TIMEOUT_MS`; none = no limit.
@@ -140,12 +163,12 @@ impl Env {
             nccl_lib: path(&NCCL_LIB),
             nccl_ep_lib: path(&NCCL_EP_LIB),
             handle_cache_size: match integer(&HANDLE_CACHE_SIZE, "an integer")? {
-                None => Some(8192),
+                None => CacheSize::Default,
                 Some(0) => {
                     let rule = "must not be 0 (a positive number of layers, or negative for no limit)";
                     return Err(Error::argument(HANDLE_CACHE_SIZE.name, rule, 0));
                 }
-                Some(limit) => usize::try_from(limit).ok(),
+                Some(limit) => usize::try_from(limit).map_or(CacheSize::Unlimited, CacheSize::Limit),
             },
             timeout: duration(&TIMEOUT_MS, 600_000)?,
             shutdown_timeout: duration(&SHUTDOWN_TIMEOUT_MS, 30_000)?,
@@ -165,7 +188,7 @@ mod tests {
     fn defaults() {
         let env = parse(&[]).unwrap();
         assert_eq!(env.runtime, RuntimeKind::Cuda);
-        assert_eq!(env.handle_cache_size, Some(8192));
+        assert_eq!(env.handle_cache_size.limit(8192), Some(8192));
         assert_eq!(env.timeout, Some(Duration::from_secs(600)));
         assert_eq!(env.shutdown_timeout, Some(Duration::from_secs(30)));
         assert_eq!(env.nccl_lib, None);
@@ -185,7 +208,7 @@ mod tests {
         assert_eq!(env.runtime, RuntimeKind::Host);
         assert_eq!(env.nccl_lib, None);
         assert_eq!(env.nccl_ep_lib, Some("/x/libnccl_ep.so".into()));
-        assert_eq!(env.handle_cache_size, None);
+        assert_eq!(env.handle_cache_size, CacheSize::Unlimited);
         assert_eq!(env.timeout, None);
         assert_eq!(env.shutdown_timeout, Some(Duration::from_millis(250)));
     }

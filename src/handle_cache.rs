@@ -1,16 +1,19 @@
-//! Which handle serves which key: created once, found again at every step, rebuilt when its memory moved. No NCCL calls.
+//! Which handle serves which key: created once, found again at every step, rebuilt when its memory or layer changed, the
+//! least recently used ones given up beyond a limit. No NCCL calls.
 #![forbid(unsafe_code)]
 
-use crate::config::Relocation;
+use crate::config::{LayerConfig, Relocation};
 use crate::error::{Error, Result};
 use crate::ops::Prepared;
-use std::collections::HashMap;
+use lru::LruCache;
 
 /// What identifies a layer's routing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum HandleKey {
     /// The id that register_layer gave out.
     Registered(u64),
+    /// The address of the handle memory.
+    Address(u64),
 }
 
 /// One handle and what is known of it.
@@ -20,6 +23,8 @@ pub struct Entry<H> {
     pub handle: H,
     /// Address of the memory it was built over.
     pub memory: u64,
+    /// The layer it was built for.
+    pub layer: LayerConfig,
     /// The last prepare; none before the first.
     pub prepared: Option<Prepared>,
 }
@@ -27,9 +32,9 @@ pub struct Entry<H> {
 /// What a look-up found.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Lookup {
-    /// A handle over this very memory.
+    /// A handle over this very memory, for this very layer.
     Ready,
-    /// No handle yet.
+    /// No handle yet, or one of a layer that used this address before.
     Missing,
     /// A handle over other memory, and the policy says to rebuild it.
     Moved,
@@ -38,25 +43,27 @@ pub enum Lookup {
 /// Handles by key.
 #[derive(Debug)]
 pub struct HandleCache<H> {
-    entries: HashMap<HandleKey, Entry<H>>,
+    entries: LruCache<HandleKey, Entry<H>>,
     relocation: Relocation,
+    limit: Option<usize>,
 }
 
 impl<H> HandleCache<H> {
-    /// An empty cache.
+    /// An empty cache that holds `limit` handles.
     #[must_use]
-    pub fn new(relocation: Relocation) -> Self {
-        Self { entries: HashMap::new(), relocation }
+    pub fn new(relocation: Relocation, limit: Option<usize>) -> Self {
+        Self { entries: LruCache::unbounded(), relocation, limit }
     }
 
-    /// What is there for `key` over `memory`.
+    /// What is there for `key` over `memory` as a handle of `layer`.
     ///
     /// # Errors
     /// The key's handle lies over other memory and the policy refuses that.
-    pub fn lookup(&self, key: HandleKey, memory: u64) -> Result<Lookup> {
-        match self.entries.get(&key) {
+    pub fn lookup(&self, key: HandleKey, memory: u64, layer: &LayerConfig) -> Result<Lookup> {
+        match self.entries.peek(&key) {
+            Some(entry) if entry.memory == memory && entry.layer == *layer => Ok(Lookup::Ready),
+            Some(entry) if entry.memory == memory => Ok(Lookup::Missing),
             None => Ok(Lookup::Missing),
-            Some(entry) if entry.memory == memory => Ok(Lookup::Ready),
             Some(_) if self.relocation == Relocation::Rebuild => Ok(Lookup::Moved),
             Some(entry) => Err(Error::argument(
                 "handle.mem",
@@ -67,23 +74,32 @@ impl<H> HandleCache<H> {
         }
     }
 
-    /// The entry of `key`.
+    /// The entry of `key`, which becomes the most recently used.
     pub fn get_mut(&mut self, key: HandleKey) -> Option<&mut Entry<H>> {
         self.entries.get_mut(&key)
     }
 
-    /// Puts a new handle in place and returns the one that it replaces. What was prepared stays known: the memory's
-    /// bytes move with it.
-    pub fn insert(&mut self, key: HandleKey, memory: u64, handle: H) -> Option<H> {
-        let old = self.entries.remove(&key);
-        let prepared = old.as_ref().and_then(|entry| entry.prepared);
-        self.entries.insert(key, Entry { handle, memory, prepared });
-        old.map(|entry| entry.handle)
+    /// Puts a new handle in place and returns those that it replaces or that are beyond the limit now. `prepared` is
+    /// what its memory holds already.
+    pub fn insert(
+        &mut self,
+        key: HandleKey,
+        memory: u64,
+        layer: LayerConfig,
+        prepared: Option<Prepared>,
+        handle: H,
+    ) -> Vec<H> {
+        let mut given_up: Vec<H> = self.entries.pop(&key).into_iter().map(|entry| entry.handle).collect();
+        while self.limit.is_some_and(|limit| self.entries.len() >= limit) {
+            given_up.extend(self.entries.pop_lru().map(|(_, entry)| entry.handle));
+        }
+        self.entries.put(key, Entry { handle, memory, layer, prepared });
+        given_up
     }
 
     /// All handles, for tear-down.
     pub fn into_handles(self) -> impl Iterator<Item = H> {
-        self.entries.into_values().map(|entry| entry.handle)
+        self.entries.into_iter().map(|(_, entry)| entry.handle)
     }
 }
 
@@ -94,31 +110,56 @@ mod tests {
 
     const KEY: HandleKey = HandleKey::Registered(7);
 
+    fn layer(top_k: i32) -> LayerConfig {
+        LayerConfig::parse("layer_config", top_k, 8).unwrap()
+    }
+
     #[test]
     fn created_once_then_found() {
-        let mut cache = HandleCache::new(Relocation::Refuse);
-        assert_eq!(cache.lookup(KEY, 0x100).unwrap(), Lookup::Missing);
-        assert_eq!(cache.insert(KEY, 0x100, "a"), None);
-        assert_eq!(cache.lookup(KEY, 0x100).unwrap(), Lookup::Ready);
-        assert_eq!(cache.lookup(HandleKey::Registered(8), 0x100).unwrap(), Lookup::Missing);
+        let mut cache = HandleCache::new(Relocation::Refuse, None);
+        assert_eq!(cache.lookup(KEY, 0x100, &layer(2)).unwrap(), Lookup::Missing);
+        assert!(cache.insert(KEY, 0x100, layer(2), None, "a").is_empty());
+        assert_eq!(cache.lookup(KEY, 0x100, &layer(2)).unwrap(), Lookup::Ready);
+        assert_eq!(cache.lookup(HandleKey::Registered(8), 0x100, &layer(2)).unwrap(), Lookup::Missing);
         assert_eq!(cache.into_handles().collect::<Vec<_>>(), ["a"]);
     }
 
     #[test]
     fn moved_memory_is_refused_or_rebuilt() {
-        let mut cache = HandleCache::new(Relocation::Refuse);
-        cache.insert(KEY, 0x100, 1);
-        let text = cache.lookup(KEY, 0x200).unwrap_err().to_string();
+        let mut cache = HandleCache::new(Relocation::Refuse, None);
+        cache.insert(KEY, 0x100, layer(2), None, 1);
+        let text = cache.lookup(KEY, 0x200, &layer(2)).unwrap_err().to_string();
         assert!(text.starts_with("handle.mem must be the memory of this layer's earlier calls, at 0x100, got 0x200"));
-        assert_eq!(cache.lookup(KEY, 0x100).unwrap(), Lookup::Ready, "the refusal changes nothing");
+        assert_eq!(cache.lookup(KEY, 0x100, &layer(2)).unwrap(), Lookup::Ready, "the refusal changes nothing");
 
-        let mut cache = HandleCache::new(Relocation::Rebuild);
-        cache.insert(KEY, 0x100, 1);
-        let prepared = Prepared { num_tokens: 5, index_dtype: DType::Int64 };
-        cache.get_mut(KEY).unwrap().prepared = Some(prepared);
-        assert_eq!(cache.lookup(KEY, 0x200).unwrap(), Lookup::Moved);
-        assert_eq!(cache.insert(KEY, 0x200, 2), Some(1), "the caller destroys the old handle");
-        assert_eq!(cache.lookup(KEY, 0x200).unwrap(), Lookup::Ready);
-        assert_eq!(cache.get_mut(KEY).unwrap().prepared, Some(prepared));
+        let mut cache = HandleCache::new(Relocation::Rebuild, None);
+        cache.insert(KEY, 0x100, layer(2), None, 1);
+        assert_eq!(cache.lookup(KEY, 0x200, &layer(2)).unwrap(), Lookup::Moved);
+        let prepared = Some(Prepared { num_tokens: 5, index_dtype: DType::Int64 });
+        assert_eq!(cache.insert(KEY, 0x200, layer(2), prepared, 2), [1], "the caller destroys the old handle");
+        assert_eq!(cache.lookup(KEY, 0x200, &layer(2)).unwrap(), Lookup::Ready);
+        assert_eq!(cache.get_mut(KEY).unwrap().prepared, prepared);
+    }
+
+    #[test]
+    fn an_address_used_again_for_another_layer_is_rebuilt() {
+        let key = HandleKey::Address(0x100);
+        let mut cache = HandleCache::new(Relocation::Rebuild, None);
+        cache.insert(key, 0x100, layer(2), None, 1);
+        assert_eq!(cache.lookup(key, 0x100, &layer(4)).unwrap(), Lookup::Missing);
+        assert_eq!(cache.insert(key, 0x100, layer(4), None, 2), [1]);
+        assert_eq!(cache.lookup(key, 0x100, &layer(4)).unwrap(), Lookup::Ready);
+    }
+
+    #[test]
+    fn the_least_recently_used_is_given_up_beyond_the_limit() {
+        let mut cache = HandleCache::new(Relocation::Rebuild, Some(2));
+        let key = |n: u64| HandleKey::Address(n);
+        assert!(cache.insert(key(1), 1, layer(2), None, 1).is_empty());
+        assert!(cache.insert(key(2), 2, layer(2), None, 2).is_empty());
+        cache.get_mut(key(1)).unwrap();
+        assert_eq!(cache.insert(key(3), 3, layer(2), None, 3), [2]);
+        assert_eq!(cache.lookup(key(2), 2, &layer(2)).unwrap(), Lookup::Missing);
+        assert_eq!(cache.lookup(key(1), 1, &layer(2)).unwrap(), Lookup::Ready);
     }
 }

@@ -13,6 +13,7 @@
 //! | [`ops`] | the per-step operations: arguments by name and their checks |
 //! | [`backend`] | the EP group of each device: initialize, shutdown, and the operations |
 //! | [`handle_cache`] | which NCCL EP handle serves which layer |
+//! | `stamp` | what a piece of handle memory says of itself |
 //! | `desc` | from tensors to NCCL EP's descriptors |
 //! | `preflight` | what would make the libraries below abort or hang, looked at first |
 //! | [`sys`] | the loaded libraries |
@@ -32,5 +33,6 @@ pub mod handle_cache;
 mod log;
 pub mod ops;
 mod preflight;
+mod stamp;
 pub mod sys;
 pub mod tensor;

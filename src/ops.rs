@@ -3,10 +3,11 @@
 //! NCCL EP (0.1.0) asserts, throws, reads out of bounds or returns an error after its kernels ran where these rules are
 //! broken; `check` therefore comes first and touches neither memory nor communication. Shapes: T = tokens of this rank
 //! in this step, H = hidden size, K = top_k, C = max_recv_tokens_per_rank. Receive-side tensors may have more than C
-//! rows; the rows from C on are neither read nor written.
+//! rows; the rows from C on are neither read nor written. In eager mode C is what the caller allocated, at least the
+//! step's total.
 #![forbid(unsafe_code)]
 
-use crate::config::{GroupConfig, LayerConfig, SlabAlignment, Transfer};
+use crate::config::{GroupConfig, LayerConfig, RecvCapacity, Transfer};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::TensorView;
@@ -26,9 +27,9 @@ pub struct Prepare {
     /// [T, K] int64 or int32; a negative index routes nowhere.
     pub topk_idx: TensorView,
     /// [local experts] int32 or int64; receives the padded row count of every local expert's slab.
-    pub token_counts: TensorView,
-    /// Must be the registered alignment.
-    pub alignment: SlabAlignment,
+    pub token_counts: Option<TensorView>,
+    /// [1], dtype of `token_counts`; receives the sum of all slabs' rows, before any drop.
+    pub total: Option<TensorView>,
 }
 
 /// Arguments of dispatch.
@@ -60,12 +61,12 @@ pub struct Combine {
 pub struct DispatchBwd {
     /// [C, H]: gradient of `recv_tokens`.
     pub grad: TensorView,
-    /// [C] float32: gradient of `recv_topk_weights`.
-    pub g_recv_topk_weights: TensorView,
+    /// [C] float32: gradient of `recv_topk_weights`; none = rows only.
+    pub g_recv_topk_weights: Option<TensorView>,
     /// [T, H]; receives the gradient of `tokens`.
     pub grad_tokens: TensorView,
-    /// [T, K] float32; receives the gradient of `topk_weights`.
-    pub grad_topk_weights: TensorView,
+    /// [T, K] float32; receives the gradient of `topk_weights`. Present exactly if `g_recv_topk_weights` is.
+    pub grad_topk_weights: Option<TensorView>,
 }
 
 /// Arguments of the gradient of combine.
@@ -83,14 +84,6 @@ impl Prepare {
     /// # Errors
     /// The first broken one.
     pub fn check(&self, group: &GroupConfig, layer: &LayerConfig) -> Result<Prepared> {
-        if self.alignment != layer.alignment {
-            return Err(Error::argument(
-                "dispatch_output_per_expert_alignment",
-                format!("must equal the registered {}", layer.alignment.tokens()),
-                self.alignment.tokens(),
-            )
-            .with_remedy("register another layer for another alignment"));
-        }
         let (rows, columns) = self.topk_idx.matrix("[T, top_k]")?;
         self.topk_idx.require_dtype(&[DType::Int64, DType::Int32])?;
         require_top_k(&self.topk_idx, columns, layer)?;
@@ -99,14 +92,25 @@ impl Prepare {
             return Err(Error::argument(self.topk_idx.name, required, rows));
         }
         self.topk_idx.require_element_storage()?;
-        let counts = &self.token_counts;
-        let length = counts.vector("[num_local_experts]")?;
-        counts.require_dtype(&[DType::Int32, DType::Int64])?;
-        if length < group.local_experts() as usize {
-            let required = format!("must have an entry for each of the {} local experts", group.local_experts());
-            return Err(Error::argument(counts.name, required, length));
+        if let Some(counts) = &self.token_counts {
+            let length = counts.vector("[num_local_experts]")?;
+            counts.require_dtype(&[DType::Int32, DType::Int64])?;
+            if length < group.local_experts() as usize {
+                let required = format!("must have an entry for each of the {} local experts", group.local_experts());
+                return Err(Error::argument(counts.name, required, length));
+            }
+            counts.require_element_storage()?;
         }
-        counts.require_element_storage()?;
+        if let Some(total) = &self.total {
+            if total.vector("[1]")? == 0 {
+                return Err(Error::argument(total.name, "must have an entry", 0));
+            }
+            total.require_dtype(&[DType::Int32, DType::Int64])?;
+            if let Some(counts) = &self.token_counts {
+                total.require_dtype_of(counts)?;
+            }
+            total.require_element_storage()?;
+        }
         Ok(Prepared { num_tokens: rows, index_dtype: self.topk_idx.dtype })
     }
 }
@@ -117,7 +121,10 @@ impl Dispatch {
     /// # Errors
     /// The first broken rule.
     pub fn check(mut self, group: &GroupConfig, layer: &LayerConfig, prepared: Prepared) -> Result<Self> {
-        let width = require_source_rows(&self.tokens, group, prepared)?;
+        let width = match self.tokens.scales {
+            None => require_source_rows(&self.tokens, group, prepared)?,
+            Some(_) => require_mxfp8_source(&self.tokens, group, prepared)?,
+        };
         if let Some(topk_idx) = &self.topk_idx {
             let (rows, columns) = topk_idx.matrix("[T, top_k]")?;
             require_top_k(topk_idx, columns, layer)?;
@@ -127,8 +134,9 @@ impl Dispatch {
                 return Err(Error::argument(topk_idx.name, required, topk_idx.dtype));
             }
         }
-        require_recv_rows(&mut self.recv_tokens, width, group, Written::Yes)?;
+        require_recv_rows(&mut self.recv_tokens, width, group, Side::Written)?;
         self.recv_tokens.require_dtype_of(&self.tokens)?;
+        require_same_scaling(&self.tokens, &mut self.recv_tokens, group)?;
         match (&self.topk_weights, &mut self.recv_topk_weights) {
             (None, None) => {}
             (Some(weights), Some(recv_weights)) => {
@@ -136,19 +144,18 @@ impl Dispatch {
                     return Err(Error::argument("topk_idx", "must be given with topk_weights", "a null tensor"));
                 }
                 require_weights(weights, layer, prepared)?;
-                require_recv_weights(recv_weights, group)?;
+                require_recv_weights(recv_weights, &self.recv_tokens, group)?;
             }
-            (Some(_), None) => {
-                let required = "must be given when topk_weights is";
-                return Err(Error::argument("recv_topk_weights", required, "a null tensor"));
-            }
-            (None, Some(_)) => {
-                let required = "must be given when recv_topk_weights is";
-                return Err(Error::argument("topk_weights", required, "a null tensor"));
-            }
+            (Some(_), None) => return Err(missing("recv_topk_weights", "topk_weights")),
+            (None, Some(_)) => return Err(missing("topk_weights", "recv_topk_weights")),
         }
         Ok(self)
     }
+}
+
+/// One of a pair of optional tensors without the other.
+fn missing(argument: &'static str, other: &str) -> Error {
+    Error::argument(argument, format!("must be given when {other} is"), "a null tensor")
 }
 
 impl Combine {
@@ -158,7 +165,8 @@ impl Combine {
     /// The first broken rule.
     pub fn check(mut self, group: &GroupConfig, prepared: Prepared) -> Result<Self> {
         let width = require_source_rows(&self.result, group, prepared)?;
-        require_recv_rows(&mut self.expert_out, width, group, Written::No)?;
+        require_plain(&self.expert_out)?;
+        require_recv_rows(&mut self.expert_out, width, group, Side::Read)?;
         self.result.require_dtype_of(&self.expert_out)?;
         Ok(self)
     }
@@ -171,10 +179,18 @@ impl DispatchBwd {
     /// The first broken rule.
     pub fn check(mut self, group: &GroupConfig, layer: &LayerConfig, prepared: Prepared) -> Result<Self> {
         let width = require_source_rows(&self.grad_tokens, group, prepared)?;
-        require_recv_rows(&mut self.grad, width, group, Written::No)?;
+        require_plain(&self.grad)?;
+        require_recv_rows(&mut self.grad, width, group, Side::Read)?;
         self.grad_tokens.require_dtype_of(&self.grad)?;
-        require_recv_weights(&mut self.g_recv_topk_weights, group)?;
-        require_weights(&self.grad_topk_weights, layer, prepared)?;
+        match (&mut self.g_recv_topk_weights, &self.grad_topk_weights) {
+            (None, None) => {}
+            (Some(recv_weights), Some(weights)) => {
+                require_recv_weights(recv_weights, &self.grad, group)?;
+                require_weights(weights, layer, prepared)?;
+            }
+            (Some(_), None) => return Err(missing("grad_topk_weights", "g_recv_topk_weights")),
+            (None, Some(_)) => return Err(missing("g_recv_topk_weights", "grad_topk_weights")),
+        }
         Ok(self)
     }
 }
@@ -186,7 +202,8 @@ impl CombineBwd {
     /// The first broken rule.
     pub fn check(mut self, group: &GroupConfig, prepared: Prepared) -> Result<Self> {
         let width = require_source_rows(&self.grad, group, prepared)?;
-        require_recv_rows(&mut self.grad_expert_out, width, group, Written::Yes)?;
+        require_plain(&self.grad_expert_out)?;
+        require_recv_rows(&mut self.grad_expert_out, width, group, Side::Written)?;
         self.grad_expert_out.require_dtype_of(&self.grad)?;
         Ok(self)
     }
@@ -208,24 +225,23 @@ fn require_prepared_rows(tensor: &TensorView, rows: usize, prepared: Prepared) -
     Err(Error::argument(tensor.name, required, format!("{:?}", tensor.shape)))
 }
 
-/// A [T, H] token tensor of this rank; returns H.
+/// A tensor that is summed, or its gradient: NCCL EP combines no scaled rows.
+fn require_plain(tensor: &TensorView) -> Result<()> {
+    if tensor.scales.is_none() {
+        return Ok(());
+    }
+    let required = "must be unscaled (NVTE_DELAYED_TENSOR_SCALING); only dispatch moves scaled rows";
+    Err(Error::argument(tensor.name, required, "MXFP8"))
+}
+
+/// A plain [T, H] token tensor of this rank; returns H.
 fn require_source_rows(tensor: &TensorView, group: &GroupConfig, prepared: Prepared) -> Result<usize> {
     let (rows, width) = tensor.matrix("[T, hidden_dim]")?;
+    require_plain(tensor)?;
     tensor.require_dtype(&[DType::BFloat16, DType::Float16, DType::Float32])?;
     require_prepared_rows(tensor, rows, prepared)?;
     let bytes = tensor.dtype.bytes(width);
-    let most = group.max_token_bytes();
-    if bytes > most {
-        return Err(Error::argument(
-            tensor.name,
-            format!(
-                "must have rows of at most {most} bytes (the group's hidden_dim {} in {})",
-                group.hidden_dim, group.max_token_dtype
-            ),
-            format!("{bytes} bytes ({width} elements of {})", tensor.dtype),
-        )
-        .with_remedy("initialize the group with the largest hidden_dim and widest max_token_dtype in use"));
-    }
+    require_row_budget(tensor, bytes, group)?;
     // Rows move by 16-byte copies, and the combine kernels take elements by 8.
     if width == 0 || !bytes.is_multiple_of(16) || !width.is_multiple_of(8) {
         let required = "must have a row width that is a multiple of 8 elements and of 16 bytes";
@@ -235,36 +251,150 @@ fn require_source_rows(tensor: &TensorView, group: &GroupConfig, prepared: Prepa
     Ok(width)
 }
 
-/// Whether a receive-side tensor is an output, for the wording.
+/// Values that share one scale in MXFP8.
+const MXFP8_BLOCK: usize = 32;
+
+/// The argument name of a tensor's scales.
+const fn scales_name(tensor: &TensorView) -> &'static str {
+    match tensor.name.as_bytes() {
+        b"tokens" => "tokens.rowwise_scale_inv",
+        b"recv_tokens" => "recv_tokens.rowwise_scale_inv",
+        _ => "rowwise_scale_inv",
+    }
+}
+
+/// An MXFP8 [T, H] token tensor of this rank; returns H.
+fn require_mxfp8_source(tensor: &TensorView, group: &GroupConfig, prepared: Prepared) -> Result<usize> {
+    let (rows, width) = tensor.matrix("[T, hidden_dim]")?;
+    tensor.require_dtype(&[DType::Float8E4M3, DType::Float8E5M2])?;
+    require_prepared_rows(tensor, rows, prepared)?;
+    // Scales travel as rows of their own, by 16-byte copies like the data.
+    if width == 0 || !width.is_multiple_of(16 * MXFP8_BLOCK) {
+        let required = format!("must have a row width that is a multiple of {} in MXFP8", 16 * MXFP8_BLOCK);
+        let found = format!("{width} elements, so rows of {} scales", width.div_ceil(MXFP8_BLOCK));
+        return Err(Error::argument(tensor.name, required, found)
+            .with_remedy("scale rows move by 16-byte copies; dispatch in bfloat16 for this width"));
+    }
+    require_row_budget(tensor, width + width / MXFP8_BLOCK, group)?;
+    tensor.require_row_storage()?;
+    let scales = tensor.scale_tensor(scales_name(tensor)).expect("a caller saw the scales");
+    require_scales(&scales, rows, width)?;
+    Ok(width)
+}
+
+fn require_scales(scales: &TensorView, rows: usize, width: usize) -> Result<()> {
+    scales.require_dtype(&[DType::Float8E8M0])?;
+    let found = scales.matrix("[rows, hidden_dim / 32]")?;
+    if found != (rows, width / MXFP8_BLOCK) {
+        let required = format!("must have shape [{rows}, {}], unpadded and unswizzled", width / MXFP8_BLOCK);
+        return Err(Error::argument(scales.name, required, format!("{:?}", scales.shape)));
+    }
+    scales.require_row_storage()
+}
+
+/// Received rows are scaled exactly if the sent ones are; cuts the receive-side scales as their data were cut.
+fn require_same_scaling(tokens: &TensorView, recv: &mut TensorView, group: &GroupConfig) -> Result<()> {
+    let name = scales_name(recv);
+    let Some(scales) = recv.scale_tensor(name) else {
+        if tokens.scales.is_none() {
+            return Ok(());
+        }
+        return Err(Error::argument(recv.name, "must be MXFP8 (NVTE_MXFP8_1D_SCALING), as tokens is", "unscaled"));
+    };
+    if tokens.scales.is_none() {
+        return Err(Error::argument(recv.name, "must be unscaled, as tokens is", "MXFP8"));
+    }
+    let (rows, width) = recv.matrix("[recv_T, hidden_dim]")?;
+    let (scale_rows, _) = scales.matrix("[recv_T, hidden_dim / 32]")?;
+    if scale_rows < rows {
+        let required = format!("must have a row for each of the {rows} received rows");
+        return Err(Error::argument(name, required, format!("{:?}", scales.shape)));
+    }
+    let scales = scales.first_rows(rows);
+    require_scales(&scales, rows, width)?;
+    if recv.window.is_some() != scales.window.is_some() {
+        let required = "must have its window exactly if recv_tokens has one";
+        return Err(Error::argument(
+            "recv_tokens_win.scale_window",
+            required,
+            if scales.window.is_some() { "one" } else { "NULL" },
+        ));
+    }
+    if group.transfer == Transfer::ZeroCopy && scales.window.is_none() {
+        return Err(Error::argument(
+            "recv_tokens_win.scale_window",
+            "must be a window, since the group is zero-copy",
+            "NULL",
+        ));
+    }
+    if let Some(kept) = &mut recv.scales {
+        kept.shape = scales.shape;
+    }
+    Ok(())
+}
+
+/// No row may be longer than the staging buffers' rows.
+fn require_row_budget(tensor: &TensorView, bytes: usize, group: &GroupConfig) -> Result<()> {
+    let most = group.max_token_bytes();
+    if bytes <= most {
+        return Ok(());
+    }
+    let scales = if tensor.scales.is_some() { " with its scales" } else { "" };
+    Err(Error::argument(
+        tensor.name,
+        format!(
+            "must have rows of at most {most} bytes (the group's hidden_dim {} in {})",
+            group.hidden_dim, group.max_token_dtype
+        ),
+        format!("{bytes} bytes{scales} ({:?} of {})", tensor.shape, tensor.dtype),
+    )
+    .with_remedy("initialize the group with the largest hidden_dim and widest max_token_dtype in use"))
+}
+
+/// Whether a receive-side tensor is written or read.
 #[derive(Clone, Copy, PartialEq)]
-enum Written {
-    Yes,
-    No,
+enum Side {
+    Written,
+    Read,
 }
 
 /// A [C, H] tensor of the receiving side; cuts it to C rows.
-fn require_recv_rows(tensor: &mut TensorView, width: usize, group: &GroupConfig, written: Written) -> Result<()> {
+fn require_recv_rows(tensor: &mut TensorView, width: usize, group: &GroupConfig, side: Side) -> Result<()> {
     let (rows, columns) = tensor.matrix("[recv_T, hidden_dim]")?;
-    let capacity = group.recv_capacity as usize;
-    if rows < capacity {
-        let required = format!("must have at least max_recv_tokens_per_rank rows, {capacity}");
-        return Err(Error::argument(tensor.name, required, format!("{:?}", tensor.shape)));
-    }
+    let kept = recv_rows(tensor, rows, "rows", group, side)?;
     if columns != width {
         let required = format!("must have the token rows' width, {width}");
         return Err(Error::argument(tensor.name, required, format!("{:?}", tensor.shape)));
     }
     tensor.require_row_storage()?;
     if group.transfer == Transfer::ZeroCopy && tensor.window.is_none() {
-        let use_ = if written == Written::Yes { "written" } else { "read" };
+        let use_ = if side == Side::Written { "written" } else { "read" };
         return Err(Error::argument(
             format!("{}_win.window", tensor.name),
             format!("must be a window, since the group is zero-copy and peers' rows are {use_} in place"),
             "NULL",
         ));
     }
-    *tensor = tensor.first_rows(capacity);
+    *tensor = tensor.first_rows(kept);
     Ok(())
+}
+
+/// How many of a receive-side tensor's rows count.
+fn recv_rows(tensor: &TensorView, rows: usize, what: &str, group: &GroupConfig, side: Side) -> Result<usize> {
+    match group.recv_capacity {
+        RecvCapacity::Fixed(capacity) if rows >= capacity as usize => Ok(capacity as usize),
+        RecvCapacity::Fixed(capacity) => {
+            let required = format!("must have at least max_recv_tokens_per_rank {what}, {capacity}");
+            Err(Error::argument(tensor.name, required, format!("{:?}", tensor.shape)))
+        }
+        // The backward kernels clear and fill as many staging rows as the tensor has, unchecked (nccl_ep 0.1.0).
+        RecvCapacity::Eager if side == Side::Read && rows as u64 > group.internal_rows() => {
+            let most = group.internal_rows();
+            let required = format!("must have at most ep_size * max_tokens_per_rank * num_topk {what}, {most}");
+            Err(Error::argument(tensor.name, required, format!("{:?}", tensor.shape)))
+        }
+        RecvCapacity::Eager => Ok(rows),
+    }
 }
 
 /// A [T, K] float32 tensor of weights or their gradients.
@@ -276,16 +406,435 @@ fn require_weights(tensor: &TensorView, layer: &LayerConfig, prepared: Prepared)
     tensor.require_element_storage()
 }
 
-/// A [C] float32 tensor of weights or their gradients; cuts it to C entries.
-fn require_recv_weights(tensor: &mut TensorView, group: &GroupConfig) -> Result<()> {
+/// A [C] float32 tensor of weights or their gradients; cuts it to the rows of `rows_of`, which was cut before.
+fn require_recv_weights(tensor: &mut TensorView, rows_of: &TensorView, group: &GroupConfig) -> Result<()> {
     let length = tensor.vector("[recv_T]")?;
     tensor.require_dtype(&[DType::Float32])?;
-    let capacity = group.recv_capacity as usize;
-    if length < capacity {
-        let required = format!("must have at least max_recv_tokens_per_rank entries, {capacity}");
-        return Err(Error::argument(tensor.name, required, length));
+    let (rows, _) = rows_of.matrix("[recv_T, hidden_dim]")?;
+    if length < rows {
+        return Err(match group.recv_capacity {
+            RecvCapacity::Fixed(_) => {
+                let required = format!("must have at least max_recv_tokens_per_rank entries, {rows}");
+                Error::argument(tensor.name, required, length)
+            }
+            RecvCapacity::Eager => {
+                let required = format!("must have an entry for each row of {}, {rows}", rows_of.name);
+                Error::argument(tensor.name, required, length)
+            }
+        });
     }
-    tensor.require_element_storage()?;
-    *tensor = tensor.first_rows(capacity);
-    Ok(())
+    *tensor = tensor.first_rows(rows);
+    tensor.require_element_storage()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::tests::REQUEST;
+    use crate::config::{Dialect, GroupRequest};
+    use crate::tensor::tests::view;
+    use crate::tensor::{Scales, Shape, Window};
+
+    /// 4 ranks, 16 experts, 64 tokens, 512 receive rows, hidden 512, bfloat16.
+    fn group() -> GroupConfig {
+        GroupConfig::try_from(REQUEST).unwrap()
+    }
+
+    fn eager() -> GroupConfig {
+        let request = GroupRequest { max_recv_tokens_per_rank: 0, num_topk: 2, dialect: Dialect::TE, ..REQUEST };
+        GroupConfig::try_from(request).unwrap()
+    }
+
+    fn zero_copy() -> GroupConfig {
+        GroupConfig::try_from(GroupRequest { zero_copy: 1, ..REQUEST }).unwrap()
+    }
+
+    fn layer() -> LayerConfig {
+        LayerConfig::parse("layer_config", 2, 8).unwrap()
+    }
+
+    const PREPARED: Prepared = Prepared { num_tokens: 10, index_dtype: DType::Int64 };
+
+    fn prepare() -> Prepare {
+        Prepare {
+            topk_idx: view("topk_idx", DType::Int64, &[10, 2]),
+            token_counts: Some(view("token_counts", DType::Int32, &[4])),
+            total: None,
+        }
+    }
+
+    fn dispatch() -> Dispatch {
+        Dispatch {
+            topk_idx: Some(view("topk_idx", DType::Int64, &[10, 2])),
+            tokens: view("tokens", DType::BFloat16, &[10, 512]),
+            topk_weights: Some(view("topk_weights", DType::Float32, &[10, 2])),
+            recv_tokens: view("recv_tokens", DType::BFloat16, &[512, 512]),
+            recv_topk_weights: Some(view("recv_topk_weights", DType::Float32, &[512])),
+        }
+    }
+
+    fn combine() -> Combine {
+        Combine {
+            expert_out: view("expert_out", DType::BFloat16, &[512, 512]),
+            result: view("result", DType::BFloat16, &[10, 512]),
+        }
+    }
+
+    fn dispatch_bwd() -> DispatchBwd {
+        DispatchBwd {
+            grad: view("grad", DType::BFloat16, &[512, 512]),
+            g_recv_topk_weights: Some(view("g_recv_topk_weights", DType::Float32, &[512])),
+            grad_tokens: view("grad_tokens", DType::BFloat16, &[10, 512]),
+            grad_topk_weights: Some(view("grad_topk_weights", DType::Float32, &[10, 2])),
+        }
+    }
+
+    fn combine_bwd() -> CombineBwd {
+        CombineBwd {
+            grad: view("grad", DType::BFloat16, &[10, 512]),
+            grad_expert_out: view("grad_expert_out", DType::BFloat16, &[512, 512]),
+        }
+    }
+
+    /// MXFP8 data with scales of `scale_sizes`.
+    fn mxfp8(name: &'static str, sizes: &[usize], scale_sizes: &[usize]) -> TensorView {
+        let shape = Shape::new(scale_sizes).unwrap();
+        let scales = Scales { dtype: DType::Float8E8M0, shape, data: 0x2000, window: None };
+        TensorView { scales: Some(scales), ..view(name, DType::Float8E4M3, sizes) }
+    }
+
+    fn mxfp8_dispatch() -> Dispatch {
+        Dispatch {
+            tokens: mxfp8("tokens", &[10, 512], &[10, 16]),
+            recv_tokens: mxfp8("recv_tokens", &[512, 512], &[512, 16]),
+            ..dispatch()
+        }
+    }
+
+    /// Applies each change to a fresh `call` and expects the refusal's text to contain what stands beside it.
+    fn refused<C, R>(call: impl Fn() -> C, check: impl Fn(C) -> Result<R>, cases: &[(fn(&mut C), &str)]) {
+        check(call()).map(|_| ()).unwrap();
+        for (change, expected) in cases {
+            let mut changed = call();
+            change(&mut changed);
+            let text = check(changed).map(|_| ()).unwrap_err().to_string();
+            assert!(text.contains(expected), "{text:?} lacks {expected:?}");
+        }
+    }
+
+    #[test]
+    fn prepare_rules() {
+        assert_eq!(prepare().check(&group(), &layer()).unwrap(), PREPARED);
+        refused(
+            prepare,
+            |call| call.check(&group(), &layer()),
+            &[
+                (|c| c.topk_idx = view("topk_idx", DType::Int64, &[20]), "topk_idx must be 2D [T, top_k], got 1D [20]"),
+                (
+                    |c| c.topk_idx = view("topk_idx", DType::Int64, &[10, 3]),
+                    "topk_idx must have the registered top_k, 2, columns, got [10, 3]",
+                ),
+                (
+                    |c| c.topk_idx = view("topk_idx", DType::Int64, &[65, 2]),
+                    "topk_idx must have at most max_tokens_per_rank rows, 64, got 65",
+                ),
+                (|c| c.topk_idx.dtype = DType::Float32, "topk_idx must have dtype int64 or int32, got float32"),
+                (|c| c.topk_idx.data = 0, "topk_idx must have data"),
+                (|c| c.topk_idx.data = 4, "topk_idx must start at a multiple of 8 bytes, got address 0x4"),
+                (
+                    |c| c.token_counts = Some(view("token_counts", DType::Int32, &[3])),
+                    "token_counts must have an entry for each of the 4 local experts, got 3",
+                ),
+                (
+                    |c| c.token_counts = Some(view("token_counts", DType::Float32, &[4])),
+                    "token_counts must have dtype int32 or int64, got float32",
+                ),
+                (
+                    |c| c.total = Some(view("total", DType::Int64, &[1])),
+                    "total must have the dtype of token_counts, int32, got int64",
+                ),
+                (|c| c.total = Some(view("total", DType::Int32, &[0])), "total must have an entry, got 0"),
+                (|c| c.total = Some(view("total", DType::Int32, &[1, 1])), "total must be 1D [1], got 2D [1, 1]"),
+            ],
+        );
+    }
+
+    #[test]
+    fn no_tokens_and_no_data_are_fine() {
+        let mut call = prepare();
+        call.topk_idx = view("topk_idx", DType::Int32, &[0, 2]);
+        (call.topk_idx.data, call.token_counts) = (0, None);
+        let prepared = call.check(&group(), &layer()).unwrap();
+        assert_eq!(prepared, Prepared { num_tokens: 0, index_dtype: DType::Int32 });
+        let mut call = combine();
+        call.result = view("result", DType::BFloat16, &[0, 512]);
+        call.result.data = 0;
+        call.check(&group(), prepared).unwrap();
+    }
+
+    #[test]
+    fn dispatch_rules() {
+        refused(
+            dispatch,
+            |call| call.check(&group(), &layer(), PREPARED),
+            &[
+                (
+                    |c| c.tokens = view("tokens", DType::BFloat16, &[5120]),
+                    "tokens must be 2D [T, hidden_dim], got 1D [5120]",
+                ),
+                (
+                    |c| c.tokens = view("tokens", DType::BFloat16, &[1, 10, 512]),
+                    "tokens must be 2D [T, hidden_dim], got 3D [1, 10, 512]",
+                ),
+                (
+                    |c| c.tokens = view("tokens", DType::BFloat16, &[9, 512]),
+                    "tokens must have as many rows as the prepared topk_idx, 10, got [9, 512]",
+                ),
+                (
+                    |c| c.tokens = view("tokens", DType::Float32, &[10, 512]),
+                    "tokens must have rows of at most 1024 bytes (the group's hidden_dim 512 in bfloat16), got 2048 bytes",
+                ),
+                (
+                    |c| c.tokens = view("tokens", DType::BFloat16, &[10, 4]),
+                    "multiple of 8 elements and of 16 bytes, got 4",
+                ),
+                (
+                    |c| c.tokens = view("tokens", DType::BFloat16, &[10, 0]),
+                    "multiple of 8 elements and of 16 bytes, got 0",
+                ),
+                (
+                    |c| c.tokens.dtype = DType::Float8E4M3,
+                    "tokens must have dtype bfloat16 or float16 or float32, got float8_e4m3",
+                ),
+                (|c| c.tokens.data = 0x1008, "tokens must start at a multiple of 16 bytes, got address 0x1008"),
+                (
+                    |c| c.recv_tokens = view("recv_tokens", DType::BFloat16, &[512 * 512]),
+                    "recv_tokens must be 2D [recv_T, hidden_dim], got 1D [262144]",
+                ),
+                (
+                    |c| c.recv_tokens = view("recv_tokens", DType::BFloat16, &[511, 512]),
+                    "recv_tokens must have at least max_recv_tokens_per_rank rows, 512, got [511, 512]",
+                ),
+                (
+                    |c| c.recv_tokens = view("recv_tokens", DType::BFloat16, &[512, 256]),
+                    "recv_tokens must have the token rows' width, 512, got [512, 256]",
+                ),
+                (
+                    |c| c.recv_tokens.dtype = DType::Float16,
+                    "recv_tokens must have the dtype of tokens, bfloat16, got float16",
+                ),
+                (|c| c.recv_tokens.data = 0, "recv_tokens must have data"),
+                (
+                    |c| c.topk_weights = Some(view("topk_weights", DType::BFloat16, &[10, 2])),
+                    "topk_weights must have dtype float32, got bfloat16",
+                ),
+                (
+                    |c| c.topk_weights = Some(view("topk_weights", DType::Float32, &[10, 4])),
+                    "topk_weights must have the registered top_k, 2, columns, got [10, 4]",
+                ),
+                (
+                    |c| c.recv_topk_weights = Some(view("recv_topk_weights", DType::Float32, &[511])),
+                    "recv_topk_weights must have at least max_recv_tokens_per_rank entries, 512, got 511",
+                ),
+                (
+                    |c| c.recv_topk_weights = Some(view("recv_topk_weights", DType::Float32, &[512, 1])),
+                    "recv_topk_weights must be 1D [recv_T], got 2D [512, 1]",
+                ),
+                (|c| c.recv_topk_weights = None, "recv_topk_weights must be given when topk_weights is"),
+                (|c| c.topk_weights = None, "topk_weights must be given when recv_topk_weights is"),
+                (|c| c.topk_idx = None, "topk_idx must be given with topk_weights"),
+                (
+                    |c| c.topk_idx = Some(view("topk_idx", DType::Int32, &[10, 2])),
+                    "topk_idx must have the dtype given to nvte_ep_prepare, int64, got int32",
+                ),
+            ],
+        );
+    }
+
+    #[test]
+    fn larger_receive_buffers_are_cut() {
+        let mut call = dispatch();
+        call.recv_tokens = view("recv_tokens", DType::BFloat16, &[1024, 512]);
+        call.recv_topk_weights = Some(view("recv_topk_weights", DType::Float32, &[2000]));
+        let call = call.check(&group(), &layer(), PREPARED).unwrap();
+        assert_eq!(call.recv_tokens.shape.sizes(), [512, 512]);
+        assert_eq!(call.recv_topk_weights.unwrap().shape.sizes(), [512]);
+        let mut call = dispatch_bwd();
+        call.grad = view("grad", DType::BFloat16, &[513, 512]);
+        call.g_recv_topk_weights = Some(view("g_recv_topk_weights", DType::Float32, &[513]));
+        let call = call.check(&group(), &layer(), PREPARED).unwrap();
+        assert_eq!(call.grad.shape.sizes(), [512, 512], "the kernels clear as many staging rows as grad has");
+        assert_eq!(call.g_recv_topk_weights.unwrap().shape.sizes(), [512]);
+    }
+
+    #[test]
+    fn combine_rules() {
+        refused(
+            combine,
+            |call| call.check(&group(), PREPARED),
+            &[
+                (
+                    |c| c.result = view("result", DType::BFloat16, &[64, 512]),
+                    "result must have as many rows as the prepared topk_idx, 10, got [64, 512]",
+                ),
+                (
+                    |c| c.result.dtype = DType::Float16,
+                    "result must have the dtype of expert_out, bfloat16, got float16",
+                ),
+                (
+                    |c| c.expert_out = view("expert_out", DType::BFloat16, &[512, 1024]),
+                    "expert_out must have the token rows' width, 512, got [512, 1024]",
+                ),
+                (
+                    |c| c.expert_out = view("expert_out", DType::BFloat16, &[100, 512]),
+                    "expert_out must have at least max_recv_tokens_per_rank rows, 512, got [100, 512]",
+                ),
+                (
+                    |c| c.expert_out = mxfp8("expert_out", &[512, 512], &[512, 16]),
+                    "expert_out must be unscaled (NVTE_DELAYED_TENSOR_SCALING); only dispatch moves scaled rows, got MXFP8",
+                ),
+                (|c| c.result.data = 8, "result must start at a multiple of 16 bytes"),
+            ],
+        );
+    }
+
+    #[test]
+    fn gradient_rules() {
+        refused(
+            dispatch_bwd,
+            |call| call.check(&group(), &layer(), PREPARED),
+            &[
+                (
+                    |c| c.grad_topk_weights = Some(view("grad_topk_weights", DType::Float32, &[10, 3])),
+                    "grad_topk_weights must have the registered top_k, 2, columns, got [10, 3]",
+                ),
+                (
+                    |c| c.g_recv_topk_weights = Some(view("g_recv_topk_weights", DType::Float32, &[10])),
+                    "g_recv_topk_weights must have at least max_recv_tokens_per_rank entries, 512, got 10",
+                ),
+                (|c| c.g_recv_topk_weights = None, "g_recv_topk_weights must be given when grad_topk_weights is"),
+                (|c| c.grad_topk_weights = None, "grad_topk_weights must be given when g_recv_topk_weights is"),
+                (
+                    |c| c.grad_tokens = view("grad_tokens", DType::Float16, &[10, 512]),
+                    "grad_tokens must have the dtype of grad, bfloat16, got float16",
+                ),
+            ],
+        );
+        let call = DispatchBwd { g_recv_topk_weights: None, grad_topk_weights: None, ..dispatch_bwd() };
+        call.check(&group(), &layer(), PREPARED).unwrap();
+        refused(
+            combine_bwd,
+            |call| call.check(&group(), PREPARED),
+            &[
+                (
+                    |c| c.grad = view("grad", DType::BFloat16, &[11, 512]),
+                    "grad must have as many rows as the prepared topk_idx, 10, got [11, 512]",
+                ),
+                (
+                    |c| c.grad_expert_out.dtype = DType::Float32,
+                    "grad_expert_out must have the dtype of grad, bfloat16, got float32",
+                ),
+                (
+                    |c| c.grad_expert_out = view("grad_expert_out", DType::BFloat16, &[511, 512]),
+                    "grad_expert_out must have at least max_recv_tokens_per_rank rows, 512, got [511, 512]",
+                ),
+            ],
+        );
+    }
+
+    #[test]
+    fn zero_copy_takes_windows() {
+        let windowed = |mut tensor: TensorView| {
+            (tensor.window, tensor.data) = (Some(Window { handle: 9, offset: 4096 }), 0);
+            tensor
+        };
+        let text = dispatch().check(&zero_copy(), &layer(), PREPARED).unwrap_err().to_string();
+        assert!(text.starts_with("recv_tokens_win.window must be a window, since the group is zero-copy"), "{text}");
+        let mut call = dispatch();
+        call.recv_tokens = windowed(call.recv_tokens);
+        call.check(&zero_copy(), &layer(), PREPARED).unwrap();
+        let text = combine().check(&zero_copy(), PREPARED).unwrap_err().to_string();
+        assert!(text.starts_with("expert_out_win.window must be a window"), "{text}");
+        let mut call = combine();
+        call.expert_out = windowed(call.expert_out);
+        call.check(&zero_copy(), PREPARED).unwrap();
+    }
+
+    #[test]
+    fn mxfp8_rules() {
+        refused(
+            mxfp8_dispatch,
+            |call| call.check(&group(), &layer(), PREPARED),
+            &[
+                (
+                    |c| c.recv_tokens.scales = None,
+                    "recv_tokens must be MXFP8 (NVTE_MXFP8_1D_SCALING), as tokens is, got unscaled",
+                ),
+                (
+                    |c| c.tokens = mxfp8("tokens", &[10, 512], &[12, 16]),
+                    "tokens.rowwise_scale_inv must have shape [10, 16], unpadded and unswizzled, got [12, 16]",
+                ),
+                (
+                    |c| c.recv_tokens = mxfp8("recv_tokens", &[512, 512], &[500, 16]),
+                    "recv_tokens.rowwise_scale_inv must have a row for each of the 512 received rows, got [500, 16]",
+                ),
+                (
+                    |c| c.tokens = mxfp8("tokens", &[10, 256], &[10, 8]),
+                    "tokens must have a row width that is a multiple of 512 in MXFP8, got 256 elements, so rows of 8 scales",
+                ),
+                (
+                    |c| c.tokens = mxfp8("tokens", &[10, 1024], &[10, 32]),
+                    "got 1056 bytes with its scales ([10, 1024] of float8_e4m3)",
+                ),
+                (
+                    |c| c.tokens.scales.as_mut().unwrap().dtype = DType::Float32,
+                    "tokens.rowwise_scale_inv must have dtype float8_e8m0, got float32",
+                ),
+                (|c| c.tokens.scales.as_mut().unwrap().data = 0, "tokens.rowwise_scale_inv must have data"),
+                (
+                    |c| c.recv_tokens.dtype = DType::Float8E5M2,
+                    "recv_tokens must have the dtype of tokens, float8_e4m3, got float8_e5m2",
+                ),
+                (
+                    |c| c.tokens.dtype = DType::BFloat16,
+                    "tokens must have dtype float8_e4m3 or float8_e5m2, got bfloat16",
+                ),
+            ],
+        );
+        let mut call = mxfp8_dispatch();
+        call.recv_tokens = mxfp8("recv_tokens", &[600, 512], &[640, 16]);
+        let scales = call.check(&group(), &layer(), PREPARED).unwrap().recv_tokens.scales.unwrap();
+        assert_eq!(scales.shape.sizes(), [512, 16]);
+        let mut call = dispatch();
+        call.recv_tokens = mxfp8("recv_tokens", &[512, 512], &[512, 16]);
+        call.recv_tokens.dtype = DType::BFloat16;
+        let text = call.check(&group(), &layer(), PREPARED).unwrap_err().to_string();
+        assert_eq!(text, "recv_tokens must be unscaled, as tokens is, got MXFP8");
+    }
+
+    #[test]
+    fn eager_buffers_are_as_the_caller_sized_them() {
+        let mut call = dispatch();
+        call.recv_tokens = view("recv_tokens", DType::BFloat16, &[37, 512]);
+        call.recv_topk_weights = Some(view("recv_topk_weights", DType::Float32, &[37]));
+        let call = call.check(&eager(), &layer(), PREPARED).unwrap();
+        assert_eq!(call.recv_tokens.shape.sizes(), [37, 512]);
+        let mut empty = dispatch();
+        empty.recv_tokens = view("recv_tokens", DType::BFloat16, &[0, 512]);
+        empty.recv_topk_weights = Some(view("recv_topk_weights", DType::Float32, &[0]));
+        empty.recv_tokens.data = 0;
+        empty.check(&eager(), &layer(), PREPARED).unwrap();
+        let mut call = combine();
+        call.expert_out = view("expert_out", DType::BFloat16, &[4 * 64 * 2 + 1, 512]);
+        let text = call.check(&eager(), PREPARED).unwrap_err().to_string();
+        assert!(
+            text.starts_with("expert_out must have at most ep_size * max_tokens_per_rank * num_topk rows, 512"),
+            "{text}"
+        );
+        let mut call = dispatch_bwd();
+        call.grad = view("grad", DType::BFloat16, &[37, 512]);
+        call.g_recv_topk_weights = Some(view("g_recv_topk_weights", DType::Float32, &[36]));
+        let text = call.check(&eager(), &layer(), PREPARED).unwrap_err().to_string();
+        assert_eq!(text, "g_recv_topk_weights must have an entry for each row of grad, 37, got 36");
+    }
 }

@@ -84,9 +84,11 @@ pub(crate) fn host_id() -> u64 {
 /// The cap on streaming multiprocessors, equal on every rank. The kernels of all ranks on one device wait for each other
 /// and so must all be resident: together they may not ask for more than the device has.
 ///
+/// `field` names the cap in the message.
+///
 /// # Errors
 /// An explicit cap that breaks this, or that is beyond a device's count.
-pub(crate) fn sm_cap(requested: Option<u32>, places: &[Place]) -> Result<u32> {
+pub(crate) fn sm_cap(field: &str, requested: Option<u32>, places: &[Place]) -> Result<u32> {
     let sharing =
         |place: &Place| places.iter().filter(|p| (p.host, p.device) == (place.host, place.device)).count() as u32;
     let most = places.iter().map(|place| place.sm_count / sharing(place)).min().unwrap_or(AUTO_SMS);
@@ -96,7 +98,7 @@ pub(crate) fn sm_cap(requested: Option<u32>, places: &[Place]) -> Result<u32> {
     }
     let busiest = places.iter().max_by_key(|place| sharing(place)).map_or((0, 0), |p| (p.sm_count, sharing(p)));
     Err(Error::argument(
-        "group_config.max_num_sms",
+        format!("group_config.{field}"),
         format!("must be at most {most}, since {} rank(s) share a device of {} SMs", busiest.1, busiest.0),
         requested,
     )
@@ -330,14 +332,14 @@ mod tests {
         let place = |host, device| Place { host, device, sm_count: 132 };
         let apart: Vec<_> = (0..8).map(|device| place(1, device)).collect();
         let (two, eight) = (vec![place(1, 0); 2], vec![place(1, 0); 8]);
-        assert_eq!(sm_cap(None, &apart).unwrap(), 32);
-        assert_eq!(sm_cap(None, &two).unwrap(), 32);
-        assert_eq!(sm_cap(None, &eight).unwrap(), 16);
-        assert_eq!(sm_cap(Some(66), &two).unwrap(), 66);
-        assert_eq!(sm_cap(Some(132), &[place(1, 0), place(2, 0)]).unwrap(), 132);
-        let text = sm_cap(Some(32), &eight).unwrap_err().to_string();
+        assert_eq!(sm_cap("max_num_sms", None, &apart).unwrap(), 32);
+        assert_eq!(sm_cap("max_num_sms", None, &two).unwrap(), 32);
+        assert_eq!(sm_cap("max_num_sms", None, &eight).unwrap(), 16);
+        assert_eq!(sm_cap("max_num_sms", Some(66), &two).unwrap(), 66);
+        assert_eq!(sm_cap("max_num_sms", Some(132), &[place(1, 0), place(2, 0)]).unwrap(), 132);
+        let text = sm_cap("max_num_sms", Some(32), &eight).unwrap_err().to_string();
         assert!(text.contains("must be at most 16, since 8 rank(s) share a device of 132 SMs, got 32"), "{text}");
-        assert!(sm_cap(Some(133), &apart).is_err());
+        assert!(sm_cap("max_num_sms", Some(133), &apart).is_err());
     }
 
     struct Installation {

@@ -55,6 +55,19 @@ pub struct Window {
     pub offset: u64,
 }
 
+/// The block scales of a tensor: one row of scales for each row of data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Scales {
+    /// Data type.
+    pub dtype: DType,
+    /// Dimensions.
+    pub shape: Shape,
+    /// Address of the first element; 0 = none.
+    pub data: u64,
+    /// Place in symmetric memory, which then counts instead of `data`.
+    pub window: Option<Window>,
+}
+
 /// A tensor that a caller passed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorView {
@@ -68,6 +81,8 @@ pub struct TensorView {
     pub data: u64,
     /// Its place in symmetric memory, which then counts instead of `data`.
     pub window: Option<Window>,
+    /// Its block scales (MXFP8); none for a plain tensor.
+    pub scales: Option<Scales>,
 }
 
 /// Every base address and window offset that kernels copy rows from or to (NCCL EP's bulk copies work on 16 bytes).
@@ -175,6 +190,25 @@ impl TensorView {
         self.shape.sizes[0] = rows;
         self
     }
+
+    /// Part of a byte tensor.
+    ///
+    /// # Panics
+    /// If it is no byte tensor or has fewer bytes: callers check first.
+    #[must_use]
+    pub fn bytes(mut self, offset: usize, length: usize) -> Self {
+        assert!(self.dtype == DType::Byte, "the dtype was checked before");
+        self = self.first_rows(offset + length);
+        self.shape.sizes[0] = length;
+        self.data += offset as u64;
+        self
+    }
+
+    /// The tensor's scales as a tensor of their own, named `name`.
+    #[must_use]
+    pub fn scale_tensor(&self, name: &'static str) -> Option<Self> {
+        self.scales.map(|Scales { dtype, shape, data, window }| Self { name, dtype, shape, data, window, scales: None })
+    }
 }
 
 #[cfg(test)]
@@ -182,7 +216,7 @@ pub(crate) mod tests {
     use super::*;
 
     pub(crate) fn view(name: &'static str, dtype: DType, sizes: &[usize]) -> TensorView {
-        TensorView { name, dtype, shape: Shape::new(sizes).unwrap(), data: 0x1000, window: None }
+        TensorView { name, dtype, shape: Shape::new(sizes).unwrap(), data: 0x1000, window: None, scales: None }
     }
 
     #[test]

@@ -4,5 +4,5 @@ include!("../soname.rs");
 
 fn main() {
     println!("cargo::rerun-if-changed=../soname.rs");
-    soname("libnvte_ep", 1);
+    soname("libnvte_ep", Some(1));
 }

@@ -18,7 +18,7 @@ const MAX_TEXT: usize = RECORD - 8 * (MAX_FIELDS + 1);
 /// One rank's statement: numbers that must agree, numbers that tell where it runs, and why it cannot go on, if so.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Statement {
-    /// Must be equal on all ranks, in the order of the names given to [`Meeting::compare`].
+    /// Must be equal on all ranks, in the order of the names given to [`compare`].
     pub(crate) equal: Vec<u64>,
     /// May differ.
     pub(crate) own: Vec<u64>,
@@ -56,7 +56,7 @@ impl Statement {
 }
 
 /// The text that every rank reports, if any rank refuses or differs from rank 0.
-pub(crate) fn compare(names: &[&str], statements: &[Statement]) -> Result<()> {
+pub(crate) fn compare(names: &[String], statements: &[Statement]) -> Result<()> {
     if let Some((rank, refusal)) =
         statements.iter().enumerate().find_map(|(rank, s)| s.refusal.as_ref().map(|text| (rank, text)))
     {
@@ -178,7 +178,7 @@ mod tests {
 
     #[test]
     fn the_odd_rank_and_field_are_named() {
-        let names = ["group_config.hidden_dim", "group_config.max_num_sms"];
+        let names = ["group_config.hidden_dim", "group_config.max_num_sms"].map(String::from);
         compare(&names, &[statement(&[512, 0], None), statement(&[512, 0], None)]).unwrap();
         let error = compare(&names, &[statement(&[512, 0], None), statement(&[512, 8], None)]).unwrap_err();
         let text = "all ranks must pass the same group_config.max_num_sms: rank 1 has 8, rank 0 has 0";

@@ -6,13 +6,14 @@ mod nccl_ep;
 
 pub use nccl_ep::Communicator;
 
-use crate::config::{GroupConfig, GroupRequest, LayerConfig};
+use crate::config::{GroupConfig, GroupRequest, LayerConfig, RecvCapacity, SlabAlignment};
 use crate::dtype::DType;
 use crate::env::{Env, RuntimeKind};
 use crate::error::{Error, Result};
 use crate::handle_cache::{Entry, HandleCache, HandleKey, Lookup};
 use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare, Prepared};
 use crate::preflight::{self, Place};
+use crate::stamp::{STAMP_BYTES, Stamp};
 use crate::sys::cuda::Stream;
 use crate::sys::nccl::CommFacts;
 use crate::sys::{self, Base, NcclEpLibrary};
@@ -21,6 +22,7 @@ use agreement::{Meeting, Statement};
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 type Slot = Arc<Mutex<Option<Backend>>>;
@@ -29,20 +31,38 @@ type Slot = Arc<Mutex<Option<Backend>>>;
 /// libraries below may be gone by then.
 static REGISTRY: Mutex<BTreeMap<i32, Slot>> = Mutex::new(BTreeMap::new());
 
-/// A layer's registered id and the memory that holds its routing.
+/// A layer's routing: which it is, and the memory that holds it.
 #[derive(Debug, Clone, Copy)]
 pub struct HandleRef {
-    /// From [`EpGroup::register_layer`].
-    pub id: u64,
+    /// The registered id, or the memory's address.
+    pub key: HandleKey,
     /// The caller's handle memory.
     pub mem: TensorView,
 }
 
-/// A registered layer.
+/// What a prepare says of its layer.
+#[derive(Debug, Clone, Copy)]
+pub enum LayerClaim {
+    /// The layer is registered; the alignment is repeated and has to be the registered one.
+    Registered(SlabAlignment),
+    /// All of it.
+    Given(LayerConfig),
+}
+
+/// A layer, resolved, and where its memory lies.
 #[derive(Debug, Clone, Copy)]
 struct Layer {
     config: LayerConfig,
-    mem_bytes: usize,
+    /// Bytes that NCCL EP needs.
+    nccl_bytes: usize,
+    /// Where NCCL EP's part starts in the handle memory; what lies before is the stamp.
+    offset: usize,
+}
+
+impl Layer {
+    const fn mem_bytes(&self) -> usize {
+        self.offset + self.nccl_bytes
+    }
 }
 
 /// Group, layers and handles of one device.
@@ -53,41 +73,36 @@ struct Backend {
     group: nccl_ep::Group,
     meeting: Meeting,
     layers: HashMap<u64, Layer>,
+    /// NCCL EP's handle memory sizes by top_k, asked once each.
+    nccl_bytes: HashMap<u32, usize>,
     handles: HandleCache<nccl_ep::Handle>,
+    /// Tells this group's stamps from those of another time.
+    epoch: u64,
 }
 
-/// The names behind [`statement`]'s equal numbers.
-const AGREED: &[&str] = &[
-    "group_config.num_experts",
-    "group_config.max_tokens_per_rank",
-    "group_config.max_recv_tokens_per_rank",
-    "group_config.hidden_dim",
-    "group_config.max_num_sms",
-    "group_config.max_token_dtype",
-    "group_config.zero_copy",
-    "NCCL version",
-    "nvte-ep version",
-];
-
-fn statement(config: &GroupConfig, nccl: i32, place: Place, refusal: Option<String>) -> Statement {
+/// The numbers that must be equal on all ranks, by name.
+fn agreed(config: &GroupConfig, nccl: i32) -> Vec<(String, u64)> {
     let version = |part: &str| part.parse::<u64>().expect("Cargo's versions are numbers");
-    Statement {
-        equal: vec![
-            config.num_experts.into(),
-            config.max_tokens_per_rank.into(),
-            config.recv_capacity.into(),
-            config.hidden_dim.into(),
-            config.max_num_sms.unwrap_or(0).into(),
-            config.max_token_dtype as u64,
-            config.transfer as u64,
-            nccl as u64,
-            version(env!("CARGO_PKG_VERSION_MAJOR")) << 32
-                | version(env!("CARGO_PKG_VERSION_MINOR")) << 16
-                | version(env!("CARGO_PKG_VERSION_PATCH")),
-        ],
-        own: vec![place.host, place.device, place.sm_count.into()],
-        refusal,
-    }
+    let recv_capacity = match config.recv_capacity {
+        RecvCapacity::Eager => 0,
+        RecvCapacity::Fixed(rows) => rows.into(),
+    };
+    let fields = [
+        ("num_experts", config.num_experts.into()),
+        ("max_tokens_per_rank", config.max_tokens_per_rank.into()),
+        ("max_recv_tokens_per_rank", recv_capacity),
+        ("hidden_dim", config.hidden_dim.into()),
+        (config.dialect.sm_field, config.max_num_sms.unwrap_or(0).into()),
+        ("max_token_dtype", config.max_token_dtype as u64),
+        ("zero_copy", config.transfer as u64),
+        ("num_topk", config.num_topk.unwrap_or(0).into()),
+        ("drop_on_overflow", config.overflow as u64),
+    ];
+    let ours = version(env!("CARGO_PKG_VERSION_MAJOR")) << 32
+        | version(env!("CARGO_PKG_VERSION_MINOR")) << 16
+        | version(env!("CARGO_PKG_VERSION_PATCH"));
+    let versions = [("NCCL version".to_owned(), nccl as u64), ("nvte-ep version".to_owned(), ours)];
+    fields.into_iter().map(|(name, value)| (format!("group_config.{name}"), value)).chain(versions).collect()
 }
 
 /// Creates the EP group of the calling thread's current device over `comm`. Collective.
@@ -193,6 +208,14 @@ impl EpGroup {
         self.lock()?.backend().register_layer(config)
     }
 
+    /// Bytes of handle memory that `layer` needs, for handles that go by their address; host only.
+    ///
+    /// # Errors
+    /// A layer that does not fit the group.
+    pub fn handle_mem_size(&self, layer: LayerConfig) -> Result<usize> {
+        Ok(self.lock()?.backend().addressed_layer(layer)?.mem_bytes())
+    }
+
     /// Exchanges the routing of one step and fills the layer's handle; collective, queued on `stream`.
     ///
     /// # Errors
@@ -201,19 +224,40 @@ impl EpGroup {
     /// # Safety
     /// The tensors are device memory of the described extent, live until the queued work is done; `stream` is a stream
     /// of the group's device; every rank makes the same calls in the same order.
-    pub unsafe fn prepare(&self, handle: &HandleRef, call: &Prepare, stream: Stream) -> Result<()> {
+    pub unsafe fn prepare(&self, handle: &HandleRef, claim: LayerClaim, call: &Prepare, stream: Stream) -> Result<()> {
         let mut locked = self.lock()?;
         let backend = locked.backend();
-        let layer = backend.layer(handle)?;
+        let layer = backend.claimed_layer(handle, claim)?;
         let prepared = call.check(&backend.config, &layer.config)?;
         // SAFETY: passed on.
-        let (group, entry) = unsafe { backend.handle(handle, &layer, HandleUse::Prepare) }?;
-        // A failed exchange leaves no routing that could be replayed.
-        entry.prepared = None;
+        unsafe { backend.prepare(handle, &layer, call, prepared, stream) }
+    }
+
+    /// [`EpGroup::prepare`] and [`EpGroup::dispatch`], both checked before either is queued.
+    ///
+    /// # Errors
+    /// As theirs.
+    ///
+    /// # Safety
+    /// As [`EpGroup::prepare`].
+    pub unsafe fn prepare_and_dispatch(
+        &self,
+        handle: &HandleRef,
+        claim: LayerClaim,
+        prepare: &Prepare,
+        dispatch: &Dispatch,
+        stream: Stream,
+    ) -> Result<()> {
+        let mut locked = self.lock()?;
+        let backend = locked.backend();
+        let layer = backend.claimed_layer(handle, claim)?;
+        let prepared = prepare.check(&backend.config, &layer.config)?;
+        let dispatch = dispatch.check(&backend.config, &layer.config, prepared)?;
         // SAFETY: passed on.
-        unsafe { group.update(&entry.handle, call, stream) }?;
-        entry.prepared = Some(prepared);
-        Ok(())
+        unsafe { backend.prepare(handle, &layer, prepare, prepared, stream) }?;
+        let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
+        // SAFETY: passed on.
+        unsafe { group.dispatch(&entry.handle, &dispatch, stream) }
     }
 
     /// One operation over a prepared layer: its rules, then its handle, then the call.
@@ -223,15 +267,16 @@ impl EpGroup {
     unsafe fn replay<C>(
         &self,
         handle: &HandleRef,
+        stream: Stream,
         check: impl FnOnce(&GroupConfig, &LayerConfig, Prepared) -> Result<C>,
         run: impl FnOnce(&nccl_ep::Group, &nccl_ep::Handle, C) -> Result<()>,
     ) -> Result<()> {
         let mut locked = self.lock()?;
         let backend = locked.backend();
-        let (layer, prepared) = backend.prepared_layer(handle)?;
-        let call = check(&backend.config, &layer.config, prepared)?;
         // SAFETY: passed on.
-        let (group, entry) = unsafe { backend.handle(handle, &layer, HandleUse::Replay) }?;
+        let (layer, prepared) = unsafe { backend.prepared_layer(handle, stream) }?;
+        let call = check(&backend.config, &layer.config, prepared)?;
+        let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
         run(group, &entry.handle, call)
     }
 
@@ -248,7 +293,7 @@ impl EpGroup {
             unsafe { group.dispatch(handle, &call, stream) }
         };
         // SAFETY: passed on.
-        unsafe { self.replay(handle, |g, l, p| call.check(g, l, p), run) }
+        unsafe { self.replay(handle, stream, |g, l, p| call.check(g, l, p), run) }
     }
 
     /// Sums each token's rows back on its own rank; unweighted.
@@ -264,7 +309,7 @@ impl EpGroup {
             unsafe { group.combine(handle, &call, stream) }
         };
         // SAFETY: passed on.
-        unsafe { self.replay(handle, |g, _, p| call.check(g, p), run) }
+        unsafe { self.replay(handle, stream, |g, _, p| call.check(g, p), run) }
     }
 
     /// Gradient of [`EpGroup::dispatch`].
@@ -280,7 +325,7 @@ impl EpGroup {
             unsafe { group.dispatch_bwd(handle, &call, stream) }
         };
         // SAFETY: passed on.
-        unsafe { self.replay(handle, |g, l, p| call.check(g, l, p), run) }
+        unsafe { self.replay(handle, stream, |g, l, p| call.check(g, l, p), run) }
     }
 
     /// Gradient of [`EpGroup::combine`].
@@ -296,7 +341,7 @@ impl EpGroup {
             unsafe { group.combine_bwd(handle, &call, stream) }
         };
         // SAFETY: passed on.
-        unsafe { self.replay(handle, |g, _, p| call.check(g, p), run) }
+        unsafe { self.replay(handle, stream, |g, _, p| call.check(g, p), run) }
     }
 }
 
@@ -307,15 +352,6 @@ impl Locked<'_> {
     fn backend(&mut self) -> &mut Backend {
         self.0.as_mut().expect("EpGroup::lock checked it")
     }
-}
-
-/// What a handle is asked for.
-#[derive(Clone, Copy, PartialEq)]
-enum HandleUse {
-    /// A new routing.
-    Prepare,
-    /// The routing in the memory.
-    Replay,
 }
 
 impl Backend {
@@ -352,16 +388,21 @@ impl Backend {
         };
         // A rank that cannot go on says so to all of them, rather than leave them waiting for it.
         let ready = ready();
-        let own = statement(&config, nccl, place, ready.as_ref().err().map(Error::to_string));
+        let (names, equal): (Vec<_>, Vec<_>) = agreed(&config, nccl).into_iter().unzip();
+        let own = Statement {
+            equal,
+            own: vec![place.host, place.device, place.sm_count.into()],
+            refusal: ready.as_ref().err().map(Error::to_string),
+        };
         let meeting = Meeting::new(base, comm, comm_facts)?;
         // SAFETY: the caller vouches for `comm`.
         let statements = unsafe { meeting.exchange(&own, env.timeout) }?;
-        let agreed = agreement::compare(AGREED, &statements).and_then(|()| {
+        let agreed = agreement::compare(&names, &statements).and_then(|()| {
             let places = statements.iter().map(|statement| match *statement.own.as_slice() {
                 [host, device, sm_count] => Place { host, device, sm_count: sm_count as u32 },
                 _ => unreachable!("three numbers were asked for"),
             });
-            preflight::sm_cap(config.max_num_sms, &places.collect::<Vec<_>>())
+            preflight::sm_cap(config.dialect.sm_field, config.max_num_sms, &places.collect::<Vec<_>>())
         });
         let (library, max_num_sms) = match (ready, agreed) {
             (Ok(library), Ok(max_num_sms)) => (library, max_num_sms),
@@ -379,83 +420,187 @@ impl Backend {
                 return Err(error);
             }
         };
-        let handles = HandleCache::new(config.relocation);
-        Ok(Self { base, env, config, group, meeting, layers: HashMap::new(), handles })
+        let handles =
+            HandleCache::new(config.relocation, env.handle_cache_size.limit(config.dialect.default_handle_limit));
+        static EPOCH: AtomicU64 = AtomicU64::new(0);
+        Ok(Self {
+            base,
+            env,
+            config,
+            group,
+            meeting,
+            layers: HashMap::new(),
+            nccl_bytes: HashMap::new(),
+            handles,
+            epoch: EPOCH.fetch_add(1, Ordering::Relaxed),
+        })
+    }
+
+    /// Bytes that NCCL EP needs for a layer with `top_k` experts per token.
+    fn nccl_bytes(&mut self, top_k: u32) -> Result<usize> {
+        if let Some(bytes) = self.nccl_bytes.get(&top_k) {
+            return Ok(*bytes);
+        }
+        let bytes = self.group.handle_mem_size(top_k)?;
+        self.nccl_bytes.insert(top_k, bytes);
+        Ok(bytes)
     }
 
     fn register_layer(&mut self, config: LayerConfig) -> Result<(u64, usize)> {
         config.check_against(&self.config)?;
-        if let Some(limit) = self.env.handle_cache_size.filter(|limit| self.layers.len() >= *limit) {
+        let limit = self.env.handle_cache_size.limit(self.config.dialect.default_handle_limit);
+        if let Some(limit) = limit.filter(|limit| self.layers.len() >= *limit) {
             return Err(Error::State(format!(
                 "{limit} layers are registered, as many as NVTE_EP_HANDLE_CACHE_SIZE allows: raise it, or register each \
                  layer once and keep its id (registrations end with nvte_ep_shutdown)"
             )));
         }
-        let mem_bytes = self.group.handle_mem_size(config.top_k)?;
+        let layer = Layer { config, nccl_bytes: self.nccl_bytes(config.top_k)?, offset: 0 };
         let id = next_layer_id();
-        self.layers.insert(id, Layer { config, mem_bytes });
-        tracing::debug!(target: "nvte_ep", id, ?config, mem_bytes, "layer registered");
-        Ok((id, mem_bytes))
+        self.layers.insert(id, layer);
+        tracing::debug!(target: "nvte_ep", id, ?layer, "layer registered");
+        Ok((id, layer.mem_bytes()))
     }
 
-    /// The layer of `handle`, whose memory is fit for it.
-    fn layer(&self, handle: &HandleRef) -> Result<Layer> {
-        let Some(layer) = self.layers.get(&handle.id) else {
+    /// A layer whose handle goes by its memory's address.
+    fn addressed_layer(&mut self, config: LayerConfig) -> Result<Layer> {
+        config.check_against(&self.config)?;
+        Ok(Layer { config, nccl_bytes: self.nccl_bytes(config.top_k)?, offset: STAMP_BYTES })
+    }
+
+    fn registered_layer(&self, id: u64) -> Result<Layer> {
+        self.layers.get(&id).copied().ok_or_else(|| {
             let required = "must be an id that nvte_ep_register_layer returned since the last nvte_ep_initialize";
-            return Err(Error::argument("handle.id", required, handle.id));
+            Error::argument("handle.id", required, id)
+        })
+    }
+
+    /// The layer that a prepare claims, over memory that is fit for it.
+    fn claimed_layer(&mut self, handle: &HandleRef, claim: LayerClaim) -> Result<Layer> {
+        let layer = match (handle.key, claim) {
+            (HandleKey::Registered(id), LayerClaim::Registered(alignment)) => {
+                let layer = self.registered_layer(id)?;
+                if alignment != layer.config.alignment {
+                    return Err(Error::argument(
+                        "dispatch_output_per_expert_alignment",
+                        format!("must equal the registered {}", layer.config.alignment.tokens()),
+                        alignment.tokens(),
+                    )
+                    .with_remedy("register another layer for another alignment"));
+                }
+                layer
+            }
+            (_, LayerClaim::Given(config)) => self.addressed_layer(config)?,
+            (HandleKey::Address(_), LayerClaim::Registered(_)) => {
+                return Err(Error::Internal("an address with a registered layer".into()));
+            }
         };
-        let mem = &handle.mem;
-        let bytes = mem.vector("[bytes]")?;
-        mem.require_dtype(&[DType::Byte])?;
-        if bytes < layer.mem_bytes {
-            let required = format!("must have the registered size, {} bytes", layer.mem_bytes);
-            return Err(Error::argument(mem.name, required, bytes));
-        }
-        mem.require_storage(256)?;
-        Ok(*layer)
+        require_memory(&handle.mem, layer.mem_bytes())?;
+        Ok(layer)
     }
 
-    /// As [`Backend::layer`], with what its last prepare left.
-    fn prepared_layer(&mut self, handle: &HandleRef) -> Result<(Layer, Prepared)> {
-        let layer = self.layer(handle)?;
-        match self.handles.get_mut(HandleKey::Registered(handle.id)).and_then(|entry| entry.prepared) {
-            Some(prepared) => Ok((layer, prepared)),
-            None => Err(Error::State(format!("layer {} was not prepared: call nvte_ep_prepare first", handle.id))),
-        }
-    }
-
-    /// The handle of `handle`, built or rebuilt where needed.
+    /// The layer of `handle` and what its last prepare left: from the registry or the cache, or, for memory that is not
+    /// in the cache, from its stamp.
     ///
     /// # Safety
-    /// The handle memory is device memory of the registered size and outlives the handle's use.
-    unsafe fn handle(
+    /// The handle memory is device memory of the described extent; `stream` is a stream of the group's device.
+    unsafe fn prepared_layer(&mut self, handle: &HandleRef, stream: Stream) -> Result<(Layer, Prepared)> {
+        let not_prepared = |what: String| Error::State(format!("{what} was not prepared: call nvte_ep_prepare first"));
+        let known = self.handles.get_mut(handle.key).map(|entry| (entry.layer, entry.prepared));
+        match handle.key {
+            HandleKey::Registered(id) => {
+                let layer = self.registered_layer(id)?;
+                require_memory(&handle.mem, layer.mem_bytes())?;
+                let prepared = known.and_then(|(_, prepared)| prepared);
+                Ok((layer, prepared.ok_or_else(|| not_prepared(format!("layer {id}")))?))
+            }
+            HandleKey::Address(address) => {
+                let what = || format!("the {} at {address:#x}", handle.mem.name);
+                let (config, prepared) = match known {
+                    Some((config, Some(prepared))) => (config, prepared),
+                    Some((_, None)) => return Err(not_prepared(what())),
+                    None => {
+                        require_memory(&handle.mem, STAMP_BYTES)?;
+                        // SAFETY: passed on.
+                        let stamp = unsafe { self.read_stamp(address, stream) }?;
+                        stamp.read(self.epoch).ok_or_else(|| not_prepared(what()))?
+                    }
+                };
+                let layer = self.addressed_layer(config)?;
+                require_memory(&handle.mem, layer.mem_bytes())?;
+                Ok((layer, prepared))
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Backend::prepared_layer`].
+    unsafe fn read_stamp(&self, address: u64, stream: Stream) -> Result<Stamp> {
+        // SAFETY: passed on.
+        if unsafe { self.base.cuda.is_capturing(stream) }? {
+            return Err(Error::State(
+                "handle memory that is new to the library cannot be looked into while the stream captures a graph: make \
+                 this call, or nvte_ep_prepare, once before the capture"
+                    .into(),
+            ));
+        }
+        // SAFETY: passed on; the stream does not capture.
+        Ok(Stamp(unsafe { self.base.cuda.read_words(address, stream) }?))
+    }
+
+    /// Exchanges the routing, once `prepared` came out of its checks.
+    ///
+    /// # Safety
+    /// As [`EpGroup::prepare`].
+    unsafe fn prepare(
         &mut self,
         handle: &HandleRef,
         layer: &Layer,
-        use_: HandleUse,
+        call: &Prepare,
+        prepared: Prepared,
+        stream: Stream,
+    ) -> Result<()> {
+        let (base, epoch) = (self.base, self.epoch);
+        let (group, entry) = self.handle(handle, layer, None)?;
+        // A failed exchange leaves no routing that could be replayed.
+        entry.prepared = None;
+        // SAFETY: the caller vouches for tensors and stream.
+        unsafe { group.update(&entry.handle, call, stream) }?;
+        if let HandleKey::Address(address) = handle.key {
+            let Stamp(words) = Stamp::new(&layer.config, prepared, epoch);
+            // SAFETY: the handle memory starts with room for the stamp.
+            unsafe { base.cuda.write_words(address, &words, stream) }?;
+        }
+        entry.prepared = Some(prepared);
+        Ok(())
+    }
+
+    /// The handle of `handle` as a handle of `layer`, built or rebuilt where needed. `replay` is what the memory holds,
+    /// none for a prepare.
+    fn handle(
+        &mut self,
+        handle: &HandleRef,
+        layer: &Layer,
+        replay: Option<Prepared>,
     ) -> Result<(&nccl_ep::Group, &mut Entry<nccl_ep::Handle>)> {
-        let key = HandleKey::Registered(handle.id);
-        let lookup = self.handles.lookup(key, handle.mem.data)?;
+        let lookup = self.handles.lookup(handle.key, handle.mem.data, &layer.config)?;
         if lookup != Lookup::Ready {
-            let moved_int32 = |entry: &mut Entry<_>| entry.prepared.is_some_and(|p| p.index_dtype == DType::Int32);
-            if use_ == HandleUse::Replay && self.handles.get_mut(key).is_some_and(moved_int32) {
+            if replay.is_some_and(|prepared| prepared.index_dtype == DType::Int32) {
                 // NCCL EP re-opens memory as if its indices were int64 (nccl_ep 0.1.0).
-                return Err(Error::argument(
-                    "handle.mem",
-                    "must stay in place after an int32 prepare",
-                    "another address",
-                )
-                .with_remedy("prepare again over the new memory, or pass int64 topk_idx"));
+                let required = "must stay in place, and in use, after an int32 prepare";
+                return Err(Error::argument(handle.mem.name, required, "memory that has to be opened again")
+                    .with_remedy("prepare again over the new memory, or pass int64 topk_idx"));
             }
-            // SAFETY: the caller vouches for the memory, whose size `layer` checked.
-            let built = unsafe { self.group.init_handle(&layer.config, &handle.mem.first_rows(layer.mem_bytes)) }?;
-            tracing::debug!(target: "nvte_ep", id = handle.id, moved = lookup == Lookup::Moved, "handle created");
-            if let Some(old) = self.handles.insert(key, handle.mem.data, built) {
-                // Work queued through the old handle holds no reference to the host object.
+            let memory = handle.mem.bytes(layer.offset, layer.nccl_bytes);
+            // SAFETY: the memory is the caller's, of the size that was checked, for as long as the handle is used.
+            let built = unsafe { self.group.init_handle(&layer.config, &memory) }?;
+            tracing::debug!(target: "nvte_ep", key = ?handle.key, ?lookup, "handle created");
+            // Queued work and captured graphs use the memory, not the host objects destroyed here.
+            for old in self.handles.insert(handle.key, handle.mem.data, layer.config, replay, built) {
                 self.group.destroy_handle(old)?;
             }
         }
-        Ok((&self.group, self.handles.get_mut(key).expect("ready or inserted")))
+        Ok((&self.group, self.handles.get_mut(handle.key).expect("ready or inserted")))
     }
 
     /// Tears down in order and returns what failed.
@@ -493,10 +638,20 @@ impl Backend {
     }
 }
 
+/// Handle memory of at least `bytes` bytes.
+fn require_memory(mem: &TensorView, bytes: usize) -> Result<()> {
+    let found = mem.vector("[bytes]")?;
+    mem.require_dtype(&[DType::Byte])?;
+    if found < bytes {
+        return Err(Error::argument(mem.name, format!("must have the reported size, {bytes} bytes"), found));
+    }
+    mem.require_storage(256)
+}
+
 /// Ids are unique over the life of the process, so that an id kept across shutdown is recognised as unknown.
 fn next_layer_id() -> u64 {
-    static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(1);
-    NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 /// Runs `work`, which may never return, for `limit` at most; on a time-out its thread is left behind.

@@ -1,6 +1,6 @@
 //! The NCCL EP driver: high-throughput mode, expert-major layout.
 
-use crate::config::{GroupConfig, LayerConfig, Transfer};
+use crate::config::{GroupConfig, LayerConfig, Overflow, RecvCapacity, Transfer};
 use crate::desc::{Descriptor, EpStruct, bind_optional};
 use crate::error::Result;
 use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare};
@@ -71,14 +71,21 @@ impl Group {
         raw_config.algorithm = b::NCCL_EP_ALGO_HIGH_THROUGHPUT;
         raw_config.num_experts = config.num_experts;
         raw_config.max_dispatch_tokens_per_rank = config.max_tokens_per_rank;
-        raw_config.max_recv_tokens_per_rank = config.recv_capacity;
+        raw_config.max_recv_tokens_per_rank = match config.recv_capacity {
+            RecvCapacity::Fixed(rows) => rows,
+            RecvCapacity::Eager => 0,
+        };
+        raw_config.num_topk = config.num_topk.unwrap_or(0);
         raw_config.max_token_bytes = u32::try_from(config.max_token_bytes()).expect("GroupConfig checked it");
         raw_config.max_num_sms = max_num_sms;
         raw_config.zero_copy = match config.transfer {
             Transfer::Staged => b::NCCL_EP_ZERO_COPY_OFF,
             Transfer::ZeroCopy => b::NCCL_EP_ZERO_COPY_ON,
         };
-        raw_config.overflow_policy = b::NCCL_EP_OVERFLOW_AUTO;
+        raw_config.overflow_policy = match config.overflow {
+            Overflow::Trap => b::NCCL_EP_OVERFLOW_TRAP,
+            Overflow::Drop => b::NCCL_EP_OVERFLOW_DROP,
+        };
         let mut raw = std::ptr::null_mut();
         let (out, comm, raw_config) = (&raw mut raw, comm.as_raw(), &raw const raw_config);
         let create = library.functions.ncclEpCreateGroup;
@@ -125,9 +132,11 @@ impl Group {
     /// of the group's device.
     pub(crate) unsafe fn update(&self, handle: &Handle, prepare: &Prepare, stream: Stream) -> Result<()> {
         let mut topk_idx = Descriptor::new(&prepare.topk_idx);
-        let mut counts = Descriptor::new(&prepare.token_counts);
+        let mut counts = prepare.token_counts.as_ref().map(Descriptor::new);
+        let mut total = prepare.total.as_ref().map(Descriptor::new);
         let mut layout = b::ncclEpLayoutInfo_t::with_header();
-        layout.expert_counters = counts.bind().raw;
+        layout.expert_counters = bind_optional(&mut counts);
+        layout.recv_total_counter = bind_optional(&mut total);
         let (update, handle, topk_idx, layout, stream) =
             (self.ep.ncclEpUpdateHandle, handle.0, topk_idx.bind().raw, &raw const layout, stream.as_raw());
         checked(&self.base.nccl, "ncclEpUpdateHandle", || {
@@ -171,14 +180,20 @@ impl Group {
         pass: Pass,
         stream: Stream,
     ) -> Result<()> {
+        let scales_of = |view: &TensorView| view.scale_tensor("scales").as_ref().map(Descriptor::new);
+        let (mut scales, mut recv_scales) = (scales_of(tokens), scales_of(recv_tokens));
         let (mut tokens, mut weights) = (Descriptor::new(tokens), weights.map(Descriptor::new));
         let (mut recv_tokens, mut recv_weights) = (Descriptor::new(recv_tokens), recv_weights.map(Descriptor::new));
         let mut inputs = b::ncclEpDispatchInputs_t::with_header();
         (inputs.tokens, inputs.topk_weights) = (tokens.bind().raw, bind_optional(&mut weights));
+        inputs.scales = bind_optional(&mut scales);
         let mut outputs = b::ncclEpDispatchOutputs_t::with_header();
         (outputs.tokens, outputs.topk_weights) = (recv_tokens.bind().raw, bind_optional(&mut recv_weights));
+        outputs.scales = bind_optional(&mut recv_scales);
         let mut config = b::ncclEpDispatchConfig_t::with_header();
         config.pass_direction = pass.raw();
+        config.quant_recipe =
+            if inputs.scales.is_null() { b::NCCL_EP_DISP_QUANT_NONE } else { b::NCCL_EP_DISP_QUANT_FWD };
         let (dispatch, handle, stream) = (self.ep.ncclEpDispatch, handle.0, stream.as_raw());
         let (inputs, outputs, config) = (&raw const inputs, &raw const outputs, &raw const config);
         checked(&self.base.nccl, "ncclEpDispatch", || {
@@ -201,10 +216,12 @@ impl Group {
     /// # Safety
     /// As for [`Group::update`].
     pub(crate) unsafe fn dispatch_bwd(&self, handle: &Handle, call: &DispatchBwd, stream: Stream) -> Result<()> {
-        let inputs = (&call.grad, Some(&call.g_recv_topk_weights));
-        let outputs = (&call.grad_tokens, Some(&call.grad_topk_weights));
+        let inputs = (&call.grad, call.g_recv_topk_weights.as_ref());
+        let outputs = (&call.grad_tokens, call.grad_topk_weights.as_ref());
+        // NCCL EP's backward pass insists on weights; the rows' part of it is the forward pass.
+        let pass = if outputs.1.is_some() { Pass::Backward } else { Pass::Forward };
         // SAFETY: passed on.
-        unsafe { self.run_combine(handle, inputs, outputs, Pass::Backward, stream) }
+        unsafe { self.run_combine(handle, inputs, outputs, pass, stream) }
     }
 
     unsafe fn run_combine(

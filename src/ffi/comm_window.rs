@@ -2,6 +2,7 @@
 
 #![allow(non_camel_case_types, reason = "C names")]
 
+use super::view::Windows;
 use crate::tensor::Window;
 
 /// A window handle, the type of NCCL's header.
@@ -20,10 +21,15 @@ pub struct NVTECommWindow {
 const _: () = assert!(size_of::<NVTECommWindow>() == 16);
 
 impl NVTECommWindow {
-    /// The window, or none for NULL.
+    /// Where it says that the data lie.
     #[must_use]
-    pub fn parse(self) -> Option<Window> {
+    pub fn parse(self) -> Windows {
         let Self { window, offset } = self;
-        (!window.is_null()).then(|| Window { handle: window.expose_provenance(), offset })
+        Windows { data: at(window, offset), scales: None }
     }
+}
+
+/// The place at `offset` in `window`; none for NULL.
+pub(super) fn at(window: ncclWindow_t, offset: u64) -> Option<Window> {
+    (!window.is_null()).then(|| Window { handle: window.expose_provenance(), offset })
 }

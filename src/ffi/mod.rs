@@ -1,9 +1,14 @@
 //! What the ABI crates share: C types, and the boundary between C++ callers and the core.
 
+mod abi;
 pub mod comm_window;
 mod guard;
 pub mod register_layer;
+pub mod te;
+pub mod te_window;
 pub mod types;
+pub mod versioned;
 pub mod view;
 
+pub use abi::Abi;
 pub use guard::guard;

@@ -1,10 +1,11 @@
 //! C structures of the register_layer ABI, passed by value.
 
 use super::types::{NVTEDType, NVTETensor};
-use super::view::{TensorReader, required};
+use super::view::{TensorReader, Windows, required};
 use crate::backend::HandleRef;
-use crate::config::{GroupRequest, LayerConfig};
+use crate::config::{Dialect, GroupRequest, LayerConfig};
 use crate::error::{Error, Result};
+use crate::handle_cache::HandleKey;
 use std::ffi::c_int;
 
 /// What a group is. All ranks pass the same values.
@@ -83,6 +84,9 @@ impl From<NVTEEpGroupConfig> for GroupRequest {
             allow_handle_mem_reloc,
             max_token_dtype,
             zero_copy,
+            num_topk: 0,
+            drop_on_overflow: 0,
+            dialect: Dialect::REGISTER_LAYER,
         }
     }
 }
@@ -92,7 +96,7 @@ impl TryFrom<NVTEEpLayerConfig> for LayerConfig {
 
     fn try_from(config: NVTEEpLayerConfig) -> Result<Self> {
         let NVTEEpLayerConfig { num_local_experts: _, top_k, dispatch_output_per_expert_alignment } = config;
-        Self::parse(top_k, dispatch_output_per_expert_alignment)
+        Self::parse("layer_config", top_k, dispatch_output_per_expert_alignment)
     }
 }
 
@@ -103,6 +107,6 @@ impl NVTEEpHandle {
     /// A null or stale memory tensor.
     pub fn parse(self, reader: &dyn TensorReader) -> Result<HandleRef> {
         let Self { id, mem } = self;
-        Ok(HandleRef { id, mem: required(reader, "handle.mem", mem, None)? })
+        Ok(HandleRef { key: HandleKey::Registered(id), mem: required(reader, "handle.mem", mem, Windows::default())? })
     }
 }

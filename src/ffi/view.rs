@@ -1,15 +1,17 @@
 //! From an NVTETensor to a [`TensorView`].
 
-use super::types::{NVTE_DELAYED_TENSOR_SCALING, NVTEBasicTensor, NVTEScalingMode, NVTETensor};
+use super::types::{NVTE_DELAYED_TENSOR_SCALING, NVTE_MXFP8_1D_SCALING, NVTEBasicTensor, NVTEScalingMode, NVTETensor};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::tensor::{MAX_DIMS, Shape, TensorView, Window};
+use crate::tensor::{MAX_DIMS, Scales, Shape, TensorView, Window};
 
 /// What an NVTETensor holds, as far as expert parallelism reads it.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorParts {
     /// Its row-wise data.
     pub data: NVTEBasicTensor,
+    /// The inverse scales of its row-wise data.
+    pub scale_inv: NVTEBasicTensor,
     /// How it is scaled.
     pub scaling_mode: NVTEScalingMode,
 }
@@ -23,6 +25,15 @@ pub trait TensorReader {
     fn read(&self, tensor: NVTETensor) -> Result<Option<TensorParts>>;
 }
 
+/// Where an argument's data and scales lie in symmetric memory.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Windows {
+    /// The data's window.
+    pub data: Option<Window>,
+    /// The scales' window.
+    pub scales: Option<Window>,
+}
+
 /// The tensor of argument `name`, which may not be null.
 ///
 /// # Errors
@@ -31,10 +42,10 @@ pub fn required(
     reader: &dyn TensorReader,
     name: &'static str,
     tensor: NVTETensor,
-    window: Option<Window>,
+    windows: Windows,
 ) -> Result<TensorView> {
     match reader.read(tensor).map_err(|error| for_argument(name, &error))? {
-        Some(parts) => view(name, &parts, window),
+        Some(parts) => view(name, &parts, windows),
         None => Err(Error::argument(name, "must be a tensor", "a null tensor")),
     }
 }
@@ -47,10 +58,10 @@ pub fn optional(
     reader: &dyn TensorReader,
     name: &'static str,
     tensor: NVTETensor,
-    window: Option<Window>,
+    windows: Windows,
 ) -> Result<Option<TensorView>> {
     match reader.read(tensor).map_err(|error| for_argument(name, &error))? {
-        Some(parts) if !is_blank(&parts.data) || window.is_some() => view(name, &parts, window).map(Some),
+        Some(parts) if !is_blank(&parts.data) || windows.data.is_some() => view(name, &parts, windows).map(Some),
         _ => Ok(None),
     }
 }
@@ -67,21 +78,36 @@ fn is_blank(data: &NVTEBasicTensor) -> bool {
     data.data_ptr.is_null() && data.shape.ndim <= 1 && data.shape.data[0] == 0
 }
 
-fn view(name: &'static str, parts: &TensorParts, window: Option<Window>) -> Result<TensorView> {
-    let TensorParts { data: NVTEBasicTensor { data_ptr, dtype, shape }, scaling_mode } = *parts;
-    if scaling_mode != NVTE_DELAYED_TENSOR_SCALING {
-        let required = "must be unscaled (NVTE_DELAYED_TENSOR_SCALING)";
-        return Err(Error::argument(name, required, format!("scaling mode {scaling_mode}")));
-    }
+fn view(name: &'static str, parts: &TensorParts, windows: Windows) -> Result<TensorView> {
+    let (dtype, shape, data) = array(name, "", &parts.data)?;
+    let scales = match parts.scaling_mode {
+        NVTE_DELAYED_TENSOR_SCALING => None,
+        NVTE_MXFP8_1D_SCALING => {
+            let (dtype, shape, data) = array(name, " rowwise_scale_inv", &parts.scale_inv)?;
+            Some(Scales { dtype, shape, data, window: windows.scales })
+        }
+        other => {
+            let required = "must be unscaled or MXFP8 (NVTE_DELAYED_TENSOR_SCALING or NVTE_MXFP8_1D_SCALING)";
+            return Err(Error::argument(name, required, format!("scaling mode {other}")));
+        }
+    };
+    Ok(TensorView { name, dtype, shape, data, window: windows.data, scales })
+}
+
+fn array(name: &str, part: &str, basic: &NVTEBasicTensor) -> Result<(DType, Shape, u64)> {
+    let NVTEBasicTensor { data_ptr, dtype, shape } = *basic;
+    let refuse = |required: String, found: String| Error::argument(format!("{name}{part}"), required, found);
     let dtype = DType::from_nvte(dtype)
-        .ok_or_else(|| Error::argument(name, "must have an NVTEDType as its dtype", format!("{dtype}")))?;
-    let sizes = shape.data.get(..shape.ndim).and_then(Shape::new).ok_or_else(|| {
-        Error::argument(name, format!("must have at most {MAX_DIMS} dimensions"), format!("{}", shape.ndim))
-    })?;
+        .ok_or_else(|| refuse("must have an NVTEDType as its dtype".into(), dtype.to_string()))?;
+    let sizes = shape
+        .data
+        .get(..shape.ndim)
+        .and_then(Shape::new)
+        .ok_or_else(|| refuse(format!("must have at most {MAX_DIMS} dimensions"), shape.ndim.to_string()))?;
     if sizes.numel().and_then(|numel| numel.checked_mul(dtype.bits())).is_none() {
-        return Err(Error::argument(name, "must have a size that fits memory", format!("{sizes:?}")));
+        return Err(refuse("must have a size that fits memory".into(), format!("{sizes:?}")));
     }
-    Ok(TensorView { name, dtype, shape: sizes, data: data_ptr.expose_provenance() as u64, window })
+    Ok((dtype, sizes, data_ptr.expose_provenance() as u64))
 }
 
 #[cfg(test)]
@@ -106,7 +132,7 @@ mod tests {
         shape.data[..sizes.len()].copy_from_slice(sizes);
         let data_ptr = std::ptr::without_provenance_mut(0x40);
         let data = NVTEBasicTensor { data_ptr, dtype: kNVTEBFloat16, shape };
-        One(TensorParts { data, scaling_mode: 0 })
+        One(TensorParts { data, scale_inv: data, scaling_mode: 0 })
     }
 
     fn raw(value: usize) -> NVTETensor {
@@ -115,7 +141,7 @@ mod tests {
 
     #[test]
     fn parts_become_a_view() {
-        let view = required(&tensor(&[3, 8], 2), "tokens", raw(1), None).unwrap();
+        let view = required(&tensor(&[3, 8], 2), "tokens", raw(1), Windows::default()).unwrap();
         assert_eq!(
             (view.name, view.dtype, view.shape.sizes(), view.data),
             ("tokens", DType::BFloat16, &[3, 8][..], 0x40)
@@ -123,19 +149,30 @@ mod tests {
     }
 
     #[test]
+    fn mxfp8_brings_its_scales() {
+        let mut one = tensor(&[3, 512], 2);
+        one.0.scaling_mode = 1;
+        one.0.scale_inv = tensor(&[3, 16], 2).0.data;
+        let window = Window { handle: 7, offset: 64 };
+        let windows = Windows { data: None, scales: Some(window) };
+        let scales = required(&one, "tokens", raw(1), windows).unwrap().scales.unwrap();
+        assert_eq!((scales.shape.sizes(), scales.window), (&[3, 16][..], Some(window)));
+    }
+
+    #[test]
     fn null_and_blank_tensors() {
-        let text = required(&tensor(&[3], 1), "tokens", raw(0), None).unwrap_err().to_string();
+        let text = required(&tensor(&[3], 1), "tokens", raw(0), Windows::default()).unwrap_err().to_string();
         assert_eq!(text, "tokens must be a tensor, got a null tensor");
-        assert_eq!(optional(&tensor(&[3], 1), "topk_weights", raw(0), None).unwrap(), None);
+        assert_eq!(optional(&tensor(&[3], 1), "topk_weights", raw(0), Windows::default()).unwrap(), None);
         let mut blank = tensor(&[0], 1);
         blank.0.data.data_ptr = std::ptr::null_mut();
-        assert_eq!(optional(&blank, "topk_weights", raw(1), None).unwrap(), None);
-        assert!(optional(&tensor(&[0, 8], 2), "topk_weights", raw(1), None).unwrap().is_some());
+        assert_eq!(optional(&blank, "topk_weights", raw(1), Windows::default()).unwrap(), None);
+        assert!(optional(&tensor(&[0, 8], 2), "topk_weights", raw(1), Windows::default()).unwrap().is_some());
     }
 
     #[test]
     fn malformed_tensors_are_refused_under_the_arguments_name() {
-        let refused = |one: One, value| required(&one, "grad", raw(value), None).unwrap_err().to_string();
+        let refused = |one: One, value| required(&one, "grad", raw(value), Windows::default()).unwrap_err().to_string();
         assert_eq!(refused(tensor(&[3], 1), 9), "grad must be a live tensor, got 9");
         assert_eq!(refused(tensor(&[3], 16), 1), "grad must have at most 15 dimensions, got 16");
         assert!(refused(tensor(&[usize::MAX, 2], 2), 1).starts_with("grad must have a size that fits memory"));
@@ -143,7 +180,11 @@ mod tests {
         one.0.data.dtype = 11;
         assert_eq!(refused(one, 1), "grad must have an NVTEDType as its dtype, got 11");
         let mut one = tensor(&[3], 1);
+        one.0.scaling_mode = 4;
+        assert!(refused(one, 1).ends_with("NVTE_MXFP8_1D_SCALING), got scaling mode 4"));
+        let mut one = tensor(&[3], 1);
         one.0.scaling_mode = 1;
-        assert_eq!(refused(one, 1), "grad must be unscaled (NVTE_DELAYED_TENSOR_SCALING), got scaling mode 1");
+        one.0.scale_inv.dtype = -1;
+        assert_eq!(refused(one, 1), "grad rowwise_scale_inv must have an NVTEDType as its dtype, got -1");
     }
 }

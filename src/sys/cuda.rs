@@ -26,6 +26,7 @@ fn_table! {
         cuStreamDestroy_v2: fn(b::CUstream) -> b::CUresult;
         cuStreamQuery: fn(b::CUstream) -> b::CUresult;
         cuStreamSynchronize: fn(b::CUstream) -> b::CUresult;
+        cuStreamIsCapturing: fn(b::CUstream, *mut b::CUstreamCaptureStatus) -> b::CUresult;
         cuEventCreate: fn(*mut b::CUevent, c_uint) -> b::CUresult;
         cuEventDestroy_v2: fn(b::CUevent) -> b::CUresult;
         cuEventRecord: fn(b::CUevent, b::CUstream) -> b::CUresult;
@@ -36,6 +37,7 @@ fn_table! {
         cuMemcpyHtoDAsync_v2: fn(b::CUdeviceptr, *const c_void, usize, b::CUstream) -> b::CUresult;
         cuMemcpyDtoHAsync_v2: fn(*mut c_void, b::CUdeviceptr, usize, b::CUstream) -> b::CUresult;
         cuMemsetD8Async: fn(b::CUdeviceptr, c_uchar, usize, b::CUstream) -> b::CUresult;
+        cuMemsetD32Async: fn(b::CUdeviceptr, c_uint, usize, b::CUstream) -> b::CUresult;
     }
     optional {}
 }
@@ -210,5 +212,56 @@ impl Cuda {
         }
         // SAFETY: the caller vouches for memory and stream.
         self.check("cuMemsetD8Async", unsafe { (self.cuMemsetD8Async)(address, 0, bytes, stream.as_raw()) })
+    }
+
+    /// Queues the words `words` to the device address `address`; allowed while a stream captures, and what is captured
+    /// refers to no host memory.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// As [`Cuda::zero`].
+    pub unsafe fn write_words(&self, address: u64, words: &[u32], stream: Stream) -> Result<()> {
+        for (index, word) in words.iter().enumerate() {
+            // SAFETY: the caller vouches for memory and stream.
+            let code = unsafe { (self.cuMemsetD32Async)(address + 4 * index as u64, *word, 1, stream.as_raw()) };
+            self.check("cuMemsetD32Async", code)?;
+        }
+        Ok(())
+    }
+
+    /// Reads words back after all that is queued on `stream`; the calling thread waits.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// The memory is readable device memory, and `stream` does not capture.
+    pub unsafe fn read_words<const N: usize>(&self, address: u64, stream: Stream) -> Result<[u32; N]> {
+        let mut words = [0u32; N];
+        // SAFETY: the caller vouches for memory and stream; the copy is waited for before `words` is looked at.
+        let code = unsafe {
+            (self.cuMemcpyDtoHAsync_v2)(words.as_mut_ptr().cast(), address, size_of_val(&words), stream.as_raw())
+        };
+        self.check("cuMemcpyDtoHAsync_v2", code)?;
+        // SAFETY: the caller vouches for the stream.
+        self.check("cuStreamSynchronize", unsafe { (self.cuStreamSynchronize)(stream.as_raw()) })?;
+        Ok(words)
+    }
+
+    /// Whether `stream` is being captured into a graph.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// `stream` is a live stream of the current device.
+    pub unsafe fn is_capturing(&self, stream: Stream) -> Result<bool> {
+        let mut status = b::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: `status` is live; the caller vouches for the stream.
+        let code = unsafe { (self.cuStreamIsCapturing)(stream.as_raw(), &raw mut status) };
+        self.check("cuStreamIsCapturing", code)?;
+        Ok(status != b::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 }

@@ -191,6 +191,13 @@ pub(crate) fn ancestors(file: Option<&Path>, levels: usize) -> Vec<PathBuf> {
     found
 }
 
+/// The file that provides `symbol` in the process's global scope, if there is one.
+pub(crate) fn provider_of(symbol: &CStr) -> Option<PathBuf> {
+    // SAFETY: looks a name up; nothing is called.
+    let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, symbol.as_ptr()) };
+    if address.is_null() { None } else { file_of(address) }
+}
+
 /// The file that a function was loaded from, as it was opened.
 fn file_of(function: *const c_void) -> Option<PathBuf> {
     let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();

@@ -9,10 +9,12 @@ mod foreign;
 mod load;
 pub mod nccl;
 pub mod nccl_ep;
+mod te;
 
 pub use foreign::catch_foreign;
 pub use load::{NcclEpLibrary, own_directories};
-pub(crate) use load::{ancestors, site_packages};
+pub(crate) use load::{ancestors, provider_of, site_packages};
+pub use te::ForeignTensors;
 
 use crate::env::{Env, RuntimeKind};
 use crate::error::{Error, Result};
@@ -22,10 +24,36 @@ use std::path::PathBuf;
 /// Declares a table of function pointers and its constructor from a loaded library. A symbol after `required` that the
 /// library lacks fails the constructor; one after `optional` is `None`. Every signature is type-checked against the
 /// prototype that bindgen read from the real header.
+///
+/// After `unchecked` there is no prototype: qa/L0_abi compares those functions with their header instead.
 macro_rules! fn_table {
     (
         $(#[$meta:meta])*
         pub struct $Table:ident, abi $abi:literal;
+        required { $( $r:ident : fn($($ra:ty),*) $(-> $rr:ty)?; )* }
+        optional { $( $o:ident : fn($($oa:ty),*) $(-> $or:ty)?; )* }
+    ) => {
+        $crate::sys::fn_table! {
+            $(#[$meta])*
+            pub struct $Table, abi $abi;
+            unchecked
+            required { $( $r : fn($($ra),*) $(-> $rr)?; )* }
+            optional { $( $o : fn($($oa),*) $(-> $or)?; )* }
+        }
+
+        impl $Table {
+            // Generic, so that it is type-checked and never compiled to code: the libraries are not linked.
+            #[allow(dead_code, clippy::extra_unused_type_parameters, reason = "its type check is its work")]
+            fn matches_prototypes<Never>() {
+                $( let _: unsafe extern $abi fn($($ra),*) $(-> $rr)? = nvte_ep_bindings::$r; )*
+                $( let _: unsafe extern $abi fn($($oa),*) $(-> $or)? = nvte_ep_bindings::$o; )*
+            }
+        }
+    };
+    (
+        $(#[$meta:meta])*
+        pub struct $Table:ident, abi $abi:literal;
+        unchecked
         required { $( $r:ident : fn($($ra:ty),*) $(-> $rr:ty)?; )* }
         optional { $( $o:ident : fn($($oa:ty),*) $(-> $or:ty)?; )* }
     ) => {
@@ -45,13 +73,6 @@ macro_rules! fn_table {
                     // SAFETY: as above.
                     $( $o: unsafe { library.get(concat!(stringify!($o), "\0").as_bytes()) }.ok().map(|symbol| *symbol), )*
                 })
-            }
-
-            // Generic, so that it is type-checked and never compiled to code: the libraries are not linked.
-            #[allow(dead_code, clippy::extra_unused_type_parameters, reason = "its type check is its work")]
-            fn matches_prototypes<Never>() {
-                $( let _: unsafe extern $abi fn($($ra),*) $(-> $rr)? = nvte_ep_bindings::$r; )*
-                $( let _: unsafe extern $abi fn($($oa),*) $(-> $or)? = nvte_ep_bindings::$o; )*
             }
         }
     };

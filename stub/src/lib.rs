@@ -8,13 +8,12 @@ mod core {
     use nvte_ep_core::config::GroupRequest;
     use nvte_ep_core::error::{Error, Result};
 
-    pub(crate) const VERSION: &std::ffi::CStr = match std::ffi::CStr::from_bytes_with_nul(
-        concat!("libnvte_ep ", env!("CARGO_PKG_VERSION"), " stub (register_layer ABI, no expert parallelism)\0")
-            .as_bytes(),
-    ) {
-        Ok(version) => version,
-        Err(_) => unreachable!(),
-    };
+    pub(crate) const VERSION: &std::ffi::CStr =
+        nvte_ep_core::version_text!("libnvte_ep", "stub of the register_layer ABI, without expert parallelism");
+
+    pub(crate) fn refuse_other_abi() -> Result<()> {
+        Err(Error::NotBuilt)
+    }
 
     /// # Safety
     /// None needed: nothing is touched. Unsafe as its twin is.
@@ -32,7 +31,7 @@ mod core {
     }
 }
 
-#[path = "../../abi/register_layer/src/ext.rs"]
+#[path = "../../abi/ext.rs"]
 mod ext;
 #[path = "../../abi/register_layer/src/surface.rs"]
 mod surface;

@@ -2,16 +2,19 @@
 
 /// What `surface` calls. The stub library compiles the same surface over a twin of this module.
 mod core {
+    use nvte_ep_core::error::Result;
+    use nvte_ep_core::ffi::Abi;
+
     pub(crate) use nvte_ep_core::backend::{current_group, initialize, shutdown};
 
-    pub(crate) const VERSION: &std::ffi::CStr = match std::ffi::CStr::from_bytes_with_nul(
-        concat!("libnvte_ep ", env!("CARGO_PKG_VERSION"), " (register_layer ABI)\0").as_bytes(),
-    ) {
-        Ok(version) => version,
-        Err(_) => unreachable!(),
-    };
+    pub(crate) const VERSION: &std::ffi::CStr = nvte_ep_core::version_text!("libnvte_ep", "register_layer ABI");
+
+    pub(crate) fn refuse_other_abi() -> Result<()> {
+        Abi::RegisterLayer.refuse_others()
+    }
 }
 
+#[path = "../../ext.rs"]
 mod ext;
 mod surface;
 

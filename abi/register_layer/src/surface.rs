@@ -4,14 +4,14 @@
 //! C = max_recv_tokens_per_rank. Receive-side tensors have at least C rows; rows from C on are neither read nor written.
 
 use crate::core;
-use nvte_ep_core::backend::Communicator;
+use nvte_ep_core::backend::{Communicator, LayerClaim};
 use nvte_ep_core::config::{LayerConfig, SlabAlignment};
 use nvte_ep_core::error::Error;
 use nvte_ep_core::ffi::comm_window::NVTECommWindow;
 use nvte_ep_core::ffi::guard;
 use nvte_ep_core::ffi::register_layer::{NVTEEpGroupConfig, NVTEEpHandle, NVTEEpLayerConfig};
 use nvte_ep_core::ffi::types::{NVTETensor, cudaStream_t};
-use nvte_ep_core::ffi::view::{optional, required};
+use nvte_ep_core::ffi::view::{Windows, optional, required};
 use nvte_ep_core::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare};
 use nvte_ep_core::sys::cuda::Stream;
 use nvte_ep_tensor::OwnTensors;
@@ -34,6 +34,7 @@ fn stream_of(stream: cudaStream_t) -> Stream {
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn nvte_ep_initialize(ep_comm: *mut c_void, group_config: NVTEEpGroupConfig) {
     guard("nvte_ep_initialize", || {
+        core::refuse_other_abi()?;
         let comm = Communicator(ep_comm.expose_provenance());
         // SAFETY: the caller vouches for the communicator.
         unsafe { core::initialize(comm, group_config.into()) }
@@ -100,15 +101,16 @@ pub unsafe extern "C-unwind" fn nvte_ep_prepare(
     guard("nvte_ep_prepare", || {
         let group = core::current_group()?;
         let call = Prepare {
-            topk_idx: required(&OwnTensors, "topk_idx", topk_idx, None)?,
-            token_counts: required(&OwnTensors, "token_counts", token_counts, None)?,
-            alignment: SlabAlignment::parse(
-                "dispatch_output_per_expert_alignment",
-                dispatch_output_per_expert_alignment,
-            )?,
+            topk_idx: required(&OwnTensors, "topk_idx", topk_idx, Windows::default())?,
+            token_counts: Some(required(&OwnTensors, "token_counts", token_counts, Windows::default())?),
+            total: None,
         };
+        let claim = LayerClaim::Registered(SlabAlignment::parse(
+            "dispatch_output_per_expert_alignment",
+            dispatch_output_per_expert_alignment,
+        )?);
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.prepare(&handle.parse(&OwnTensors)?, &call, stream_of(stream)) }
+        unsafe { group.prepare(&handle.parse(&OwnTensors)?, claim, &call, stream_of(stream)) }
     });
 }
 
@@ -144,7 +146,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch(
     guard("nvte_ep_dispatch", || {
         let group = core::current_group()?;
         let call = Dispatch {
-            topk_idx: optional(&OwnTensors, "topk_idx", topk_idx, None)?,
+            topk_idx: optional(&OwnTensors, "topk_idx", topk_idx, Windows::default())?,
             tokens: required(&OwnTensors, "tokens", tokens, tokens_win.parse())?,
             topk_weights: optional(&OwnTensors, "topk_weights", topk_weights, topk_weights_win.parse())?,
             recv_tokens: required(&OwnTensors, "recv_tokens", recv_tokens, recv_tokens_win.parse())?,
@@ -184,7 +186,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_combine(
         let group = core::current_group()?;
         let call = Combine {
             expert_out: required(&OwnTensors, "expert_out", expert_out, expert_out_win.parse())?,
-            result: required(&OwnTensors, "result", result, None)?,
+            result: required(&OwnTensors, "result", result, Windows::default())?,
         };
         // SAFETY: the caller vouches for tensors and stream.
         unsafe { group.combine(&handle.parse(&OwnTensors)?, &call, stream_of(stream)) }
@@ -195,9 +197,10 @@ pub unsafe extern "C-unwind" fn nvte_ep_combine(
 /// Collective, queued on stream.
 ///
 /// grad: [C, H], gradient of recv_tokens.
-/// g_recv_topk_weights: [C] float32, gradient of recv_topk_weights.
+/// g_recv_topk_weights: [C] float32, gradient of recv_topk_weights, or null for the rows alone.
 /// grad_tokens: [T, H], dtype of grad; receives the gradient of tokens.
-/// grad_topk_weights: [T, K] float32; receives the gradient of topk_weights, 0 where the index was negative.
+/// grad_topk_weights: [T, K] float32, null if g_recv_topk_weights is; receives the gradient of topk_weights, 0 where the
+/// index was negative.
 /// Throws as nvte_ep_dispatch.
 ///
 /// # Safety
@@ -217,14 +220,14 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch_bwd(
         let group = core::current_group()?;
         let call = DispatchBwd {
             grad: required(&OwnTensors, "grad", grad, grad_win.parse())?,
-            g_recv_topk_weights: required(
+            g_recv_topk_weights: optional(
                 &OwnTensors,
                 "g_recv_topk_weights",
                 g_recv_topk_weights,
                 g_recv_topk_weights_win.parse(),
             )?,
-            grad_tokens: required(&OwnTensors, "grad_tokens", grad_tokens, None)?,
-            grad_topk_weights: required(&OwnTensors, "grad_topk_weights", grad_topk_weights, None)?,
+            grad_tokens: required(&OwnTensors, "grad_tokens", grad_tokens, Windows::default())?,
+            grad_topk_weights: optional(&OwnTensors, "grad_topk_weights", grad_topk_weights, Windows::default())?,
         };
         // SAFETY: the caller vouches for tensors and stream.
         unsafe { group.dispatch_bwd(&handle.parse(&OwnTensors)?, &call, stream_of(stream)) }

@@ -19,6 +19,7 @@ impl TensorReader for OwnTensors {
     fn read(&self, tensor: NVTETensor) -> Result<Option<TensorParts>> {
         store::read(tensor, |tensor| TensorParts {
             data: tensor.array(Param::RowwiseData).into(),
+            scale_inv: tensor.array(Param::RowwiseScaleInv).into(),
             scaling_mode: tensor.scaling_mode(),
         })
     }

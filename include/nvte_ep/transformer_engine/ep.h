@@ -201,9 +201,10 @@ void nvte_ep_combine(struct NVTEEpHandle handle,
  * Collective, queued on stream.
  *
  * grad: [C, H], gradient of recv_tokens.
- * g_recv_topk_weights: [C] float32, gradient of recv_topk_weights.
+ * g_recv_topk_weights: [C] float32, gradient of recv_topk_weights, or null for the rows alone.
  * grad_tokens: [T, H], dtype of grad; receives the gradient of tokens.
- * grad_topk_weights: [T, K] float32; receives the gradient of topk_weights, 0 where the index was negative.
+ * grad_topk_weights: [T, K] float32, null if g_recv_topk_weights is; receives the gradient of topk_weights, 0 where the
+ * index was negative.
  * Throws as nvte_ep_dispatch.
  *
  * What the caller vouches for:

@@ -1,0 +1,8 @@
+//! Sets the SONAME.
+
+include!("../soname.rs");
+
+fn main() {
+    println!("cargo::rerun-if-changed=../soname.rs");
+    soname("libnvte_ep_preload", Some(1));
+}

@@ -1,0 +1,23 @@
+//! `libnvte_ep_preload.so`: TransformerEngine's ABI of `nvte_ep_*` since 2.19, to be preloaded into a process that has its library.
+//! Tensors are read through that library's own accessors.
+
+/// What `surface` calls.
+mod core {
+    use nvte_ep_core::error::Result;
+    use nvte_ep_core::ffi::Abi;
+
+    pub(crate) use nvte_ep_core::backend::{current_group, initialize, shutdown};
+    pub(crate) use nvte_ep_core::sys::ForeignTensors as Tensors;
+
+    pub(crate) const VERSION: &std::ffi::CStr =
+        nvte_ep_core::version_text!("libnvte_ep_preload", "TransformerEngine >= 2.19 ABI, preload");
+
+    pub(crate) fn refuse_other_abi() -> Result<()> {
+        Abi::Te.refuse_others()
+    }
+}
+
+#[path = "../../ext.rs"]
+mod ext;
+#[path = "../../te/src/surface.rs"]
+mod surface;

@@ -1,0 +1,85 @@
+//! What a piece of handle memory holds, written into its first bytes by every prepare, so that memory whose bytes a
+//! framework moved, or whose handle was given up, still tells the layer, the token count and the index width.
+#![forbid(unsafe_code)]
+
+use crate::config::{LayerConfig, MAX_TOP_K, SlabAlignment};
+use crate::dtype::DType;
+use crate::ops::Prepared;
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+/// Bytes in front of NCCL EP's part of the handle memory: one unit of its alignment.
+pub(crate) const STAMP_BYTES: usize = 256;
+
+/// The two words of a stamp: a packed description with a check of everything, and the token count.
+///
+/// Bits of the first word: 0-4 top_k - 1, 5 whether indices are int32, 6-10 log2 of the alignment, 11-31 the check.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stamp(pub(crate) [u32; 2]);
+
+const CHECK_SHIFT: u32 = 11;
+
+fn check(description: u32, num_tokens: u32, group: u64) -> u32 {
+    let mut hasher = DefaultHasher::new();
+    ("nvte-ep stamp 1", description, num_tokens, group).hash(&mut hasher);
+    (hasher.finish() as u32) << CHECK_SHIFT
+}
+
+impl Stamp {
+    /// The stamp of a prepare in the group that `group` identifies.
+    pub(crate) fn new(layer: &LayerConfig, prepared: Prepared, group: u64) -> Self {
+        let index = u32::from(prepared.index_dtype == DType::Int32);
+        let description = (layer.top_k - 1) | index << 5 | layer.alignment.tokens().trailing_zeros() << 6;
+        let num_tokens = prepared.num_tokens as u32;
+        Self([description | check(description, num_tokens, group), num_tokens])
+    }
+
+    /// What the words say; none if no prepare of this group wrote them.
+    pub(crate) fn read(self, group: u64) -> Option<(LayerConfig, Prepared)> {
+        let Self([word, num_tokens]) = self;
+        let description = word & ((1 << CHECK_SHIFT) - 1);
+        if word != description | check(description, num_tokens, group) {
+            return None;
+        }
+        let top_k = (description & (MAX_TOP_K - 1)) + 1;
+        let alignment = SlabAlignment::parse("stamp", 1 << (description >> 6 & 31)).ok()?;
+        let index_dtype = if description >> 5 & 1 == 1 { DType::Int32 } else { DType::Int64 };
+        let prepared = Prepared { num_tokens: num_tokens as usize, index_dtype };
+        Some((LayerConfig { top_k, alignment }, prepared))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stamps_round_trip() {
+        for top_k in [1, 2, 31, 32] {
+            for alignment in [1, 2, 128, 1 << 30] {
+                for index_dtype in [DType::Int32, DType::Int64] {
+                    for num_tokens in [0, 1, 65536] {
+                        let layer = LayerConfig::parse("layer_cfg", top_k, alignment).unwrap();
+                        let prepared = Prepared { num_tokens, index_dtype };
+                        assert_eq!(Stamp::new(&layer, prepared, 9).read(9), Some((layer, prepared)));
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn other_bytes_are_no_stamp() {
+        let layer = LayerConfig::parse("layer_cfg", 8, 16).unwrap();
+        let Stamp([a, b]) = Stamp::new(&layer, Prepared { num_tokens: 77, index_dtype: DType::Int64 }, 1);
+        assert_eq!(Stamp([a, b]).read(2), None, "another group");
+        let mut accepted = 0;
+        for bit in 0..32 {
+            accepted += usize::from(Stamp([a ^ 1 << bit, b]).read(1).is_some());
+            accepted += usize::from(Stamp([a, b ^ 1 << bit]).read(1).is_some());
+        }
+        assert_eq!(accepted, 0, "one flipped bit");
+        for bytes in [[0; 2], [u32::MAX; 2], [0xCBCB_CBCB; 2]] {
+            assert_eq!(Stamp(bytes).read(1), None);
+        }
+    }
+}

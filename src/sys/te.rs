@@ -1,0 +1,81 @@
+//! The NVTETensor accessors of whichever library in the process made the tensors: TransformerEngine's, or ours.
+
+use super::{catch_foreign, fn_table};
+use crate::error::{Error, Result};
+use crate::ffi::types::{
+    NVTEBasicTensor, NVTEScalingMode, NVTETensor, NVTETensorParam, kNVTERowwiseData, kNVTERowwiseScaleInv,
+};
+use crate::ffi::view::{TensorParts, TensorReader};
+use libloading::Library;
+use libloading::os::unix::Library as UnixLibrary;
+use once_cell::sync::OnceCell;
+use std::ffi::c_void;
+
+fn_table! {
+    /// The accessors that reading a tensor takes.
+    pub struct TensorAccessors, abi "C-unwind";
+    unchecked
+    required {
+        nvte_get_tensor_param_v2: fn(NVTETensor, NVTETensorParam, *mut c_void, usize, *mut usize);
+        nvte_tensor_scaling_mode: fn(NVTETensor) -> NVTEScalingMode;
+    }
+    optional {}
+}
+
+/// Reads tensors through the accessors found in the process.
+#[derive(Debug, Clone, Copy)]
+pub struct ForeignTensors;
+
+/// The accessors in the process's global scope, or of a TransformerEngine library loaded out of it.
+fn accessors() -> Result<&'static TensorAccessors> {
+    static ACCESSORS: OnceCell<TensorAccessors> = OnceCell::new();
+    ACCESSORS.get_or_try_init(|| {
+        let mut tried = Vec::new();
+        let name = "libtransformer_engine.so";
+        // SAFETY: RTLD_NOLOAD runs nothing; it only finds what is loaded.
+        let loaded = unsafe { UnixLibrary::open(Some(name), libc::RTLD_NOLOAD | libc::RTLD_NOW) };
+        for library in [Some(UnixLibrary::this()), loaded.ok()].into_iter().flatten() {
+            // The library stays: its functions are kept.
+            let library: &'static Library = Box::leak(Box::new(library.into()));
+            match TensorAccessors::from_library(library) {
+                Ok(found) => return Ok(found),
+                Err(error) => tried.push(error.to_string()),
+            }
+        }
+        Err(Error::Load {
+            library: "the NVTETensor interface",
+            tried,
+            remedy: format!("this library is for processes that have {name}; load that first"),
+        })
+    })
+}
+
+impl TensorAccessors {
+    fn array(&self, tensor: NVTETensor, param: NVTETensorParam) -> Result<NVTEBasicTensor> {
+        let mut basic = std::mem::MaybeUninit::<NVTEBasicTensor>::zeroed();
+        let (get, out, bytes) = (self.nvte_get_tensor_param_v2, basic.as_mut_ptr(), size_of::<NVTEBasicTensor>());
+        catch_foreign("nvte_get_tensor_param_v2", || {
+            // SAFETY: `out` has room for the parameter, and the accessor takes any tensor value.
+            unsafe { get(tensor, param, out.cast(), bytes, std::ptr::null_mut()) }
+        })?;
+        // SAFETY: zero bytes are a valid value, and the accessor wrote a valid one.
+        Ok(unsafe { basic.assume_init() })
+    }
+}
+
+impl TensorReader for ForeignTensors {
+    #[allow(clippy::not_unsafe_ptr_arg_deref, reason = "a tensor is no pointer; its accessors take any value")]
+    fn read(&self, tensor: NVTETensor) -> Result<Option<TensorParts>> {
+        if tensor.is_null() {
+            return Ok(None);
+        }
+        let accessors = accessors()?;
+        let scaling_mode = accessors.nvte_tensor_scaling_mode;
+        Ok(Some(TensorParts {
+            data: accessors.array(tensor, kNVTERowwiseData)?,
+            scale_inv: accessors.array(tensor, kNVTERowwiseScaleInv)?,
+            // SAFETY: the accessor takes any tensor value.
+            scaling_mode: catch_foreign("nvte_tensor_scaling_mode", || unsafe { scaling_mode(tensor) })?,
+        }))
+    }
+}
