@@ -3,6 +3,7 @@
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use std::fmt;
 
 /// Most experts per token: NCCL EP's expert-major kernels are compiled with tables of this size (nccl_ep 0.1.0).
 pub const MAX_TOP_K: u32 = 32;
@@ -327,6 +328,15 @@ impl SlabAlignment {
     #[must_use]
     pub const fn tokens(self) -> u32 {
         self.0
+    }
+}
+
+impl fmt::Display for SlabAlignment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            1 => f.write_str("1 (or 0: no padding)"),
+            tokens => write!(f, "{tokens}"),
+        }
     }
 }
 

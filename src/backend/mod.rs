@@ -483,8 +483,8 @@ impl Backend {
                 if alignment != layer.config.alignment {
                     return Err(Error::argument(
                         "dispatch_output_per_expert_alignment",
-                        format!("must equal the registered {}", layer.config.alignment.tokens()),
-                        alignment.tokens(),
+                        format!("must equal the registered {}", layer.config.alignment),
+                        alignment,
                     )
                     .with_remedy("register another layer for another alignment"));
                 }
