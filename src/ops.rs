@@ -24,57 +24,57 @@ pub struct Prepared {
 /// Arguments of prepare.
 #[derive(Debug, Clone, Copy)]
 pub struct Prepare {
-    /// [T, K] int64 or int32; a negative index routes nowhere.
+    /// `[T, K]` int64 or int32; a negative index routes nowhere.
     pub topk_idx: TensorView,
-    /// [local experts] int32 or int64; receives the padded row count of every local expert's slab.
+    /// `[local experts]` int32 or int64; receives the padded row count of every local expert's slab.
     pub token_counts: Option<TensorView>,
-    /// [1], dtype of `token_counts`; receives the sum of all slabs' rows, before any drop.
+    /// `[1]`, dtype of `token_counts`; receives the sum of all slabs' rows, before any drop.
     pub total: Option<TensorView>,
 }
 
 /// Arguments of dispatch.
 #[derive(Debug, Clone, Copy)]
 pub struct Dispatch {
-    /// [T, K], as given to prepare; its contents are not read again.
+    /// `[T, K]`, as given to prepare; its contents are not read again.
     pub topk_idx: Option<TensorView>,
-    /// [T, H].
+    /// `[T, H]`.
     pub tokens: TensorView,
-    /// [T, K] float32; none = only rows move.
+    /// `[T, K]` float32; none = only rows move.
     pub topk_weights: Option<TensorView>,
-    /// [C, H]; receives the rows.
+    /// `[C, H]`; receives the rows.
     pub recv_tokens: TensorView,
-    /// [C] float32; receives each row's weight. Present exactly if `topk_weights` is.
+    /// `[C]` float32; receives each row's weight. Present exactly if `topk_weights` is.
     pub recv_topk_weights: Option<TensorView>,
 }
 
 /// Arguments of combine.
 #[derive(Debug, Clone, Copy)]
 pub struct Combine {
-    /// [C, H].
+    /// `[C, H]`.
     pub expert_out: TensorView,
-    /// [T, H]; receives the sum over each token's rows.
+    /// `[T, H]`; receives the sum over each token's rows.
     pub result: TensorView,
 }
 
 /// Arguments of the gradient of dispatch.
 #[derive(Debug, Clone, Copy)]
 pub struct DispatchBwd {
-    /// [C, H]: gradient of `recv_tokens`.
+    /// `[C, H]`: gradient of `recv_tokens`.
     pub grad: TensorView,
-    /// [C] float32: gradient of `recv_topk_weights`; none = rows only.
+    /// `[C]` float32: gradient of `recv_topk_weights`; none = rows only.
     pub g_recv_topk_weights: Option<TensorView>,
-    /// [T, H]; receives the gradient of `tokens`.
+    /// `[T, H]`; receives the gradient of `tokens`.
     pub grad_tokens: TensorView,
-    /// [T, K] float32; receives the gradient of `topk_weights`. Present exactly if `g_recv_topk_weights` is.
+    /// `[T, K]` float32; receives the gradient of `topk_weights`. Present exactly if `g_recv_topk_weights` is.
     pub grad_topk_weights: Option<TensorView>,
 }
 
 /// Arguments of the gradient of combine.
 #[derive(Debug, Clone, Copy)]
 pub struct CombineBwd {
-    /// [T, H]: gradient of `result`.
+    /// `[T, H]`: gradient of `result`.
     pub grad: TensorView,
-    /// [C, H]; receives the gradient of `expert_out`, zeroes in the padding.
+    /// `[C, H]`; receives the gradient of `expert_out`, zeroes in the padding.
     pub grad_expert_out: TensorView,
 }
 
@@ -234,7 +234,7 @@ fn require_plain(tensor: &TensorView) -> Result<()> {
     Err(Error::argument(tensor.name, required, "MXFP8"))
 }
 
-/// A plain [T, H] token tensor of this rank; returns H.
+/// A plain `[T, H]` token tensor of this rank; returns H.
 fn require_source_rows(tensor: &TensorView, group: &GroupConfig, prepared: Prepared) -> Result<usize> {
     let (rows, width) = tensor.matrix("[T, hidden_dim]")?;
     require_plain(tensor)?;
@@ -263,7 +263,7 @@ const fn scales_name(tensor: &TensorView) -> &'static str {
     }
 }
 
-/// An MXFP8 [T, H] token tensor of this rank; returns H.
+/// An MXFP8 `[T, H]` token tensor of this rank; returns H.
 fn require_mxfp8_source(tensor: &TensorView, group: &GroupConfig, prepared: Prepared) -> Result<usize> {
     let (rows, width) = tensor.matrix("[T, hidden_dim]")?;
     tensor.require_dtype(&[DType::Float8E4M3, DType::Float8E5M2])?;
@@ -358,7 +358,7 @@ enum Side {
     Read,
 }
 
-/// A [C, H] tensor of the receiving side; cuts it to C rows.
+/// A `[C, H]` tensor of the receiving side; cuts it to C rows.
 fn require_recv_rows(tensor: &mut TensorView, width: usize, group: &GroupConfig, side: Side) -> Result<()> {
     let (rows, columns) = tensor.matrix("[recv_T, hidden_dim]")?;
     let kept = recv_rows(tensor, rows, "rows", group, side)?;
@@ -397,7 +397,7 @@ fn recv_rows(tensor: &TensorView, rows: usize, what: &str, group: &GroupConfig, 
     }
 }
 
-/// A [T, K] float32 tensor of weights or their gradients.
+/// A `[T, K]` float32 tensor of weights or their gradients.
 fn require_weights(tensor: &TensorView, layer: &LayerConfig, prepared: Prepared) -> Result<()> {
     let (rows, columns) = tensor.matrix("[T, top_k]")?;
     tensor.require_dtype(&[DType::Float32])?;
@@ -406,7 +406,7 @@ fn require_weights(tensor: &TensorView, layer: &LayerConfig, prepared: Prepared)
     tensor.require_element_storage()
 }
 
-/// A [C] float32 tensor of weights or their gradients; cuts it to the rows of `rows_of`, which was cut before.
+/// A `[C]` float32 tensor of weights or their gradients; cuts it to the rows of `rows_of`, which was cut before.
 fn require_recv_weights(tensor: &mut TensorView, rows_of: &TensorView, group: &GroupConfig) -> Result<()> {
     let length = tensor.vector("[recv_T]")?;
     tensor.require_dtype(&[DType::Float32])?;

@@ -1,5 +1,6 @@
 // Prints the size, alignment and field offsets of every structure that crosses TransformerEngine's ABI, and the values
-// of its constants. Compiled once against TransformerEngine's headers and once against ours; the outputs have to be equal.
+// of its constants. Compiled once against TransformerEngine's headers and once against ours; the outputs have to be
+// equal.
 #include <transformer_engine/comm_window.h>
 #include <transformer_engine/ep.h>
 #include <transformer_engine/transformer_engine.h>

@@ -1,7 +1,7 @@
 //! The loaded libraries: one typed table of function pointers each, filled once by dlopen and never unloaded.
 //!
 //! Nothing is linked at build time, so the library builds and loads on any machine; a missing library or symbol is an
-//! [`Error::Load`](crate::error::Error::Load) at initialize. With `NVTE_EP_RUNTIME=host` all tables come from one
+//! [`Error::Load`] at initialize. With `NVTE_EP_RUNTIME=host` all tables come from one
 //! library, the host runtime, and everything above is the same code.
 
 pub mod cuda;
