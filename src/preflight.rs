@@ -125,9 +125,11 @@ fn jit_from(nccl: Option<&Path>, nccl_ep: Option<&Path>, version: i32, env: Look
     let nvcc = find_nvcc(env)?;
     let sites = site_packages(nccl);
 
-    // lib/libnccl_ep.so beside include/, or the wheel's nccl/ep/lib/cu13/libnccl_ep.so beside nccl/ep/include.
+    // lib/libnccl_ep.so beside include/; or in the nccl-extensions wheel nccl/ep/lib/cu13/libnccl_ep.so beside
+    // nccl/ep/include; or in TransformerEngine's wheel wheel_lib/libnccl_ep.so beside wheel_lib/nccl_ep/include.
     let homes = env("NCCL_EP_HOME").map(PathBuf::from).into_iter();
-    let homes = homes.chain(ancestors(nccl_ep, 2)).chain(ancestors(nccl_ep, 3));
+    let in_te = ancestors(nccl_ep, 1).into_iter().map(|folder| folder.join("nccl_ep"));
+    let homes = homes.chain(ancestors(nccl_ep, 2)).chain(ancestors(nccl_ep, 3)).chain(in_te);
     let homes = homes.chain(sites.iter().map(|site| site.join("nccl/ep")));
     let sources = find(
         "NCCL EP's device headers",
@@ -395,6 +397,24 @@ mod tests {
         assert_eq!(found[3], ("NCCL_EP_JIT_CUDA_INCLUDE_DIR", root.join("cuda/include")));
         assert_eq!(found[4].0, "NCCL_EP_JIT_CACHE_DIR");
         assert_eq!(found[4].1.metadata().unwrap().permissions().mode() & 0o777, 0o700);
+    }
+
+    #[test]
+    fn headers_are_found_in_both_wheels() {
+        for (library, headers) in [
+            ("nccl/ep/lib/cu13/libnccl_ep.so", "nccl/ep/include/nccl_ep"),
+            ("transformer_engine/wheel_lib/libnccl_ep.so", "transformer_engine/wheel_lib/nccl_ep/include/nccl_ep"),
+        ] {
+            let installation = Installation::new(&headers.replace('/', "_"));
+            let site = installation.root.join("site-packages");
+            std::fs::create_dir_all(site.join(headers).parent().unwrap()).unwrap();
+            std::fs::rename(installation.root.join("ep/include/nccl_ep"), site.join(headers)).unwrap();
+            std::fs::write(site.join(headers).parent().unwrap().join("nccl_ep.h"), "").unwrap();
+            let nccl = installation.root.join("nccl/lib/libnccl.so.2");
+            let env = |name: &str| installation.variables.get(name).cloned();
+            let JitSettings(found) = jit_from(Some(&nccl), Some(&site.join(library)), 23007, &env).unwrap();
+            assert_eq!(found[1], ("NCCL_EP_JIT_SOURCE_DIR", site.join(headers)));
+        }
     }
 
     #[test]
