@@ -240,10 +240,13 @@ impl GroupConfig {
             .with_remedy("add experts that no token is routed to"));
         }
         match self.recv_capacity {
-            RecvCapacity::Fixed(rows) if rows < self.max_tokens_per_rank => {
+            RecvCapacity::Fixed(rows) if rows < self.dispatch_limit() => {
                 return Err(Error::argument(
                     field("max_recv_tokens_per_rank"),
-                    format!("must be at least max_tokens_per_rank, {}", self.max_tokens_per_rank),
+                    format!(
+                        "must be at least max_tokens_per_rank, {}, rounded up to a multiple of 4",
+                        self.max_tokens_per_rank
+                    ),
                     rows,
                 )
                 .with_remedy(
@@ -270,13 +273,20 @@ impl GroupConfig {
 }
 
 impl GroupConfig {
+    /// The token limit that NCCL EP is told: it moves its tables of T * ranks entries by 16 bytes, so with one to three
+    /// ranks it aborts at limits that are no multiple of 4 (nccl_ep 0.1.0). A higher limit changes no result.
+    #[must_use]
+    pub const fn dispatch_limit(&self) -> u32 {
+        self.max_tokens_per_rank.next_multiple_of(4)
+    }
+
     /// Rows that the internal buffers hold: the fixed capacity, or in eager mode what any routing needs unpadded.
     #[must_use]
     pub fn internal_rows(&self) -> u64 {
         match self.recv_capacity {
             RecvCapacity::Fixed(rows) => rows.into(),
             RecvCapacity::Eager => {
-                let tokens = u64::from(self.ep_size) * u64::from(self.max_tokens_per_rank);
+                let tokens = u64::from(self.ep_size) * u64::from(self.dispatch_limit());
                 tokens.saturating_mul(self.num_topk.unwrap_or(1).into())
             }
         }
@@ -405,6 +415,17 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn any_token_limit_is_taken() {
+        for (limit, told) in [(1, 4), (33, 36), (60, 60), (64, 64)] {
+            let config = GroupConfig::try_from(GroupRequest { max_tokens_per_rank: limit, ..REQUEST }).unwrap();
+            assert_eq!(config.dispatch_limit(), told);
+        }
+        let request = GroupRequest { max_tokens_per_rank: 61, max_recv_tokens_per_rank: 63, ..REQUEST };
+        let text = GroupConfig::try_from(request).unwrap_err().to_string();
+        assert!(text.contains("at least max_tokens_per_rank, 61, rounded up to a multiple of 4, got 63"), "{text}");
+    }
+
+    #[test]
     fn every_bad_field_is_named_with_what_was_found() {
         type Change = fn(&mut GroupRequest);
         let cases: &[(Change, &str)] = &[
@@ -415,7 +436,10 @@ pub(crate) mod tests {
             (|r| (r.ep_size, r.num_experts) = (3, 6), "must be a multiple of 4"),
             (|r| r.max_tokens_per_rank = 0, "group_config.max_tokens_per_rank must be greater than 0, got 0"),
             (|r| r.max_recv_tokens_per_rank = 0, "group_config.max_recv_tokens_per_rank must be greater than 0, got 0"),
-            (|r| r.max_recv_tokens_per_rank = 63, "must be at least max_tokens_per_rank, 64, got 63"),
+            (
+                |r| r.max_recv_tokens_per_rank = 63,
+                "must be at least max_tokens_per_rank, 64, rounded up to a multiple of 4, got 63",
+            ),
             (|r| r.hidden_dim = 0, "group_config.hidden_dim must be greater than 0, got 0"),
             (|r| r.hidden_dim = 4, "got 4 elements = 8 bytes"),
             (|r| r.hidden_dim = 100, "multiple of 16 bytes, below 4 GiB, in bfloat16, got 100 elements = 200 bytes"),

@@ -511,8 +511,11 @@ mod tests {
         }
     }
 
+    /// A change, and what the refusal's text has to contain.
+    type Case<C> = (fn(&mut C), &'static str);
+
     /// Applies each change to a fresh `call` and expects the refusal's text to contain what stands beside it.
-    fn refused<C, R>(call: impl Fn() -> C, check: impl Fn(C) -> Result<R>, cases: &[(fn(&mut C), &str)]) {
+    fn refused<C, R>(call: impl Fn() -> C, check: impl Fn(C) -> Result<R>, cases: &[Case<C>]) {
         check(call()).map(|_| ()).unwrap();
         for (change, expected) in cases {
             let mut changed = call();

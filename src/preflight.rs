@@ -73,6 +73,11 @@ pub(crate) struct Place {
     pub(crate) sm_count: u32,
 }
 
+/// How many ranks are where `place` is.
+fn sharing(places: &[Place], place: &Place) -> u32 {
+    places.iter().filter(|p| (p.host, p.device) == (place.host, place.device)).count() as u32
+}
+
 /// Identifies this machine's running system.
 pub(crate) fn host_id() -> u64 {
     use std::hash::{DefaultHasher, Hash, Hasher};
@@ -89,14 +94,13 @@ pub(crate) fn host_id() -> u64 {
 /// # Errors
 /// An explicit cap that breaks this, or that is beyond a device's count.
 pub(crate) fn sm_cap(field: &str, requested: Option<u32>, places: &[Place]) -> Result<u32> {
-    let sharing =
-        |place: &Place| places.iter().filter(|p| (p.host, p.device) == (place.host, place.device)).count() as u32;
-    let most = places.iter().map(|place| place.sm_count / sharing(place)).min().unwrap_or(AUTO_SMS);
+    let most = places.iter().map(|place| place.sm_count / sharing(places, place)).min().unwrap_or(AUTO_SMS);
     let Some(requested) = requested else { return Ok(AUTO_SMS.min(most).max(1)) };
     if requested <= most {
         return Ok(requested);
     }
-    let busiest = places.iter().max_by_key(|place| sharing(place)).map_or((0, 0), |p| (p.sm_count, sharing(p)));
+    let busiest =
+        places.iter().max_by_key(|place| sharing(places, place)).map_or((0, 0), |p| (p.sm_count, sharing(places, p)));
     Err(Error::argument(
         format!("group_config.{field}"),
         format!("must be at most {most}, since {} rank(s) share a device of {} SMs", busiest.1, busiest.0),
@@ -285,19 +289,29 @@ fn cache_directory(env: Lookup<'_>) -> Result<PathBuf> {
 
 impl JitSettings {
     /// Sets what the user left unset, for NCCL EP to read.
-    ///
-    /// NCCL EP uses every multiprocessor for the scan and permute kernels unless told otherwise, but takes the cap of
-    /// the group for them when one is given; `sm_count` keeps them wide, as TransformerEngine does.
-    pub(crate) fn export(self, sm_count: u32) {
-        let wide = OsString::from(sm_count.to_string());
-        let counts = ["NCCL_EP_SHUFFLE_SMS", "NCCL_EP_PREPROCESS_NUM_SMS"].map(|name| (name, wide.clone()));
-        for (name, value) in self.0.into_iter().map(|(name, path)| (name, path.into_os_string())).chain(counts) {
-            if std::env::var_os(name).is_none_or(|value| value.is_empty()) {
-                // SAFETY: done once per process, in initialize, before NCCL EP reads it. A program that changes its
-                // environment in another thread at the same time has that race with every getenv of the libraries.
-                unsafe { std::env::set_var(name, value) };
-            }
-        }
+    pub(crate) fn export(self) {
+        self.0.into_iter().for_each(|(name, path)| set_if_unset(name, path.as_os_str()));
+    }
+}
+
+/// Widens NCCL EP's scan and permute kernels to the whole device, as TransformerEngine does: under a cap for the group they
+/// would take no more multiprocessors than communication. Not where ranks share a device: blocks of these kernels wait
+/// for each other, and with the other ranks' waiting kernels on the device there would not be room for all of them.
+pub(crate) fn widen_local_kernels(places: &[Place], own: Place) {
+    if sharing(places, &own) > 1 {
+        return;
+    }
+    let sm_count = OsString::from(own.sm_count.to_string());
+    for name in ["NCCL_EP_SHUFFLE_SMS", "NCCL_EP_PREPROCESS_NUM_SMS"] {
+        set_if_unset(name, &sm_count);
+    }
+}
+
+fn set_if_unset(name: &str, value: &std::ffi::OsStr) {
+    if std::env::var_os(name).is_none_or(|value| value.is_empty()) {
+        // SAFETY: done in initialize, before NCCL EP reads it. A program that changes its environment in another thread
+        // at the same time has that race with every getenv of the libraries.
+        unsafe { std::env::set_var(name, value) };
     }
 }
 

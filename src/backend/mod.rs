@@ -381,7 +381,7 @@ impl Backend {
             preflight::nccl_version(nccl)?;
             let library = sys::nccl_ep(base, &env)?;
             if base.runtime == RuntimeKind::Cuda {
-                preflight::jit(base, library, nccl)?.export(facts.sm_count as u32);
+                preflight::jit(base, library, nccl)?.export();
             }
             tracing::info!(target: "nvte_ep", path = ?library.path, version = library.functions.version()?, "NCCL EP");
             Ok(library)
@@ -397,13 +397,15 @@ impl Backend {
         let meeting = Meeting::new(base, comm, comm_facts)?;
         // SAFETY: the caller vouches for `comm`.
         let statements = unsafe { meeting.exchange(&own, env.timeout) }?;
-        let agreed = agreement::compare(&names, &statements).and_then(|()| {
-            let places = statements.iter().map(|statement| match *statement.own.as_slice() {
+        let places: Vec<Place> = statements
+            .iter()
+            .map(|statement| match *statement.own.as_slice() {
                 [host, device, sm_count] => Place { host, device, sm_count: sm_count as u32 },
                 _ => unreachable!("three numbers were asked for"),
-            });
-            preflight::sm_cap(config.dialect.sm_field, config.max_num_sms, &places.collect::<Vec<_>>())
-        });
+            })
+            .collect();
+        let agreed = agreement::compare(&names, &statements)
+            .and_then(|()| preflight::sm_cap(config.dialect.sm_field, config.max_num_sms, &places));
         let (library, max_num_sms) = match (ready, agreed) {
             (Ok(library), Ok(max_num_sms)) => (library, max_num_sms),
             (ready, agreed) => {
@@ -412,6 +414,9 @@ impl Backend {
                 return Err(agreed.err().or(ready.err()).expect("one of them failed"));
             }
         };
+        if base.runtime == RuntimeKind::Cuda {
+            preflight::widen_local_kernels(&places, place);
+        }
         // SAFETY: the caller vouches for `comm` and the current device.
         let group = match unsafe { nccl_ep::Group::create(base, library, comm, &config, max_num_sms) } {
             Ok(group) => group,
@@ -618,6 +623,13 @@ impl Backend {
             // SAFETY: the communicator outlives shutdown, by initialize's contract.
             unsafe { self.meeting.barrier(limit) }
         });
+        if let Err(Error::Library { code, .. }) = &met
+            && *code == i64::from(nvte_ep_bindings::CUDA_ERROR_DEINITIALIZED)
+        {
+            // Called from a destructor that runs after CUDA's own: the process ends, and the driver has freed everything.
+            tracing::info!(target: "nvte_ep", device, "CUDA is gone already; nothing to destroy");
+            return Vec::new();
+        }
         if let Err(error) = met {
             // Freeing would wait for the same stuck work, or pull memory from under a peer: the group's memory stays
             // until the process ends.

@@ -70,7 +70,7 @@ impl Group {
         raw_config.version = b::NCCL_EP_API_VERSION;
         raw_config.algorithm = b::NCCL_EP_ALGO_HIGH_THROUGHPUT;
         raw_config.num_experts = config.num_experts;
-        raw_config.max_dispatch_tokens_per_rank = config.max_tokens_per_rank;
+        raw_config.max_dispatch_tokens_per_rank = config.dispatch_limit();
         raw_config.max_recv_tokens_per_rank = match config.recv_capacity {
             RecvCapacity::Fixed(rows) => rows,
             RecvCapacity::Eager => 0,
