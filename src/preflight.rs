@@ -307,6 +307,12 @@ pub(crate) fn widen_local_kernels(places: &[Place], own: Place) {
     }
 }
 
+/// Asks NCCL EP for the slot order that our interface promises: rows by source rank and source row. Builds with API 3 hand
+/// out slots by atomic counters otherwise (TransformerEngine 2.20.2's wheel); earlier ones know no other order.
+pub(crate) fn keep_slot_order() {
+    set_if_unset("NCCL_EP_HT_EM_AG_SCAN_MODE", "1".as_ref());
+}
+
 fn set_if_unset(name: &str, value: &std::ffi::OsStr) {
     if std::env::var_os(name).is_none_or(|value| value.is_empty()) {
         // SAFETY: done in initialize, before NCCL EP reads it. A program that changes its environment in another thread

@@ -19,6 +19,7 @@ use crate::sys::nccl::CommFacts;
 use crate::sys::{self, Base, NcclEpLibrary};
 use crate::tensor::TensorView;
 use agreement::{Meeting, Statement};
+use nvte_ep_bindings as b;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -416,13 +417,19 @@ impl Backend {
         };
         if base.runtime == RuntimeKind::Cuda {
             preflight::widen_local_kernels(&places, place);
+            preflight::keep_slot_order();
         }
         // SAFETY: the caller vouches for `comm` and the current device.
         let group = match unsafe { nccl_ep::Group::create(base, library, comm, &config, max_num_sms) } {
             Ok(group) => group,
             Err(error) => {
                 meeting.close()?;
-                return Err(error);
+                // InvalidUsage is all that a refused NCCL version comes back as; the library's reason goes to stderr.
+                let refused = matches!(&error, Error::Library { code, .. } if *code == i64::from(b::ncclInvalidUsage));
+                return Err(match library.version_gate(nccl).filter(|_| refused) {
+                    Some(problem) => Error::Preflight { problem: error.to_string(), remedy: problem },
+                    None => error,
+                });
             }
         };
         let handles =
@@ -624,7 +631,7 @@ impl Backend {
             unsafe { self.meeting.barrier(limit) }
         });
         if let Err(Error::Library { code, .. }) = &met
-            && *code == i64::from(nvte_ep_bindings::CUDA_ERROR_DEINITIALIZED)
+            && *code == i64::from(b::CUDA_ERROR_DEINITIALIZED)
         {
             // Called from a destructor that runs after CUDA's own: the process ends, and the driver has freed everything.
             tracing::info!(target: "nvte_ep", device, "CUDA is gone already; nothing to destroy");

@@ -17,6 +17,35 @@ pub struct NcclEpLibrary {
     pub path: Option<PathBuf>,
 }
 
+impl NcclEpLibrary {
+    /// Why this library may have refused to make a group on NCCL `running`, if it is one that compares NCCL versions:
+    /// its file tells, which is read only for this text. `None` for builds without that gate.
+    pub(crate) fn version_gate(&self, running: i32) -> Option<String> {
+        let path = self.path.as_deref()?;
+        gate_text(&std::fs::read(path).ok()?, path, running)
+    }
+}
+
+/// The gate's own message format and the banner are in the file's read-only data (seen in the library of
+/// TransformerEngine 2.20.2's wheel; the one of nccl-extensions 0.1.0 has no gate). Its version code is no help: both
+/// report 0.2.0.
+fn gate_text(file: &[u8], path: &Path, running: i32) -> Option<String> {
+    let find = |text: &[u8]| file.windows(text.len()).position(|window| window == text);
+    find(b"and runtime NCCL %d.%d.%d are incompatible")?;
+    let banner = b"NCCL EP version ";
+    let version = find(banner).map_or("of unknown version".into(), |at| {
+        let rest = &file[at + banner.len()..];
+        String::from_utf8_lossy(&rest[..rest.iter().position(|byte| *byte < b' ').unwrap_or(0)]).into_owned()
+    });
+    Some(format!(
+        "NCCL EP {version} ({}) takes only the NCCL that it was built with or a later one (2.32.3 for the library in \
+         transformer-engine 2.20.2), and NCCL {} is running; update NCCL (pip install -U nvidia-nccl-cu13), or set \
+         NVTE_EP_NCCL_EP_LIB to the library of nccl-extensions 0.1.0, which takes 2.30.4 and later",
+        path.display(),
+        nccl::version_text(running)
+    ))
+}
+
 pub(super) fn base(env: &Env) -> Result<Base> {
     if env.runtime == RuntimeKind::Host {
         let host = host_library(env)?;
@@ -218,4 +247,20 @@ fn file_of(function: *const c_void) -> Option<PathBuf> {
         return std::env::current_exe().ok();
     }
     std::path::absolute(path).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gated_library_is_told_by_its_file() {
+        let path = Path::new("/site/libnccl_ep.so");
+        let gate = b"..build NCCL %d.%d.%d and runtime NCCL %d.%d.%d are incompatible. %s\0..";
+        let banner = b"\0NCCL EP version 0.2.0+cuda13.4\0";
+        let text = gate_text(&[&gate[..], banner].concat(), path, 23007).unwrap();
+        assert!(text.starts_with("NCCL EP 0.2.0+cuda13.4 (/site/libnccl_ep.so) takes only"), "{text}");
+        assert!(text.contains("NCCL 2.30.7 is running") && text.contains("2.32.3"), "{text}");
+        assert_eq!(gate_text(banner, path, 23007), None);
+    }
 }
