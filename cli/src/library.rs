@@ -8,9 +8,8 @@ use nvte_ep_core::ffi::types::{
     NVTE_DELAYED_TENSOR_SCALING, NVTEBasicTensor, NVTEDType, NVTEScalingMode, NVTEShape, NVTETensor, NVTETensorParam,
     cudaStream_t, kNVTERowwiseData,
 };
-use nvte_ep_core::sys::{catch_foreign, own_directories};
-use std::ffi::{CStr, OsStr, c_char, c_void};
-use std::os::unix::ffi::OsStrExt;
+use nvte_ep_core::sys::{catch_foreign, file_of, own_directories};
+use std::ffi::{CStr, c_char, c_void};
 use std::path::PathBuf;
 
 /// Declares the table of the library's functions and its constructor.
@@ -135,23 +134,6 @@ impl Library {
         })?;
         Ok(tensor)
     }
-}
-
-/// The file that a function was loaded from, with links resolved.
-fn file_of(function: *const c_void) -> Option<PathBuf> {
-    let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
-    // SAFETY: `info` is writable; any address may be asked for.
-    if unsafe { libc::dladdr(function, info.as_mut_ptr()) } == 0 {
-        return None;
-    }
-    // SAFETY: all-zero is a valid Dl_info, and dladdr filled it.
-    let name = unsafe { info.assume_init() }.dli_fname;
-    if name.is_null() {
-        return None;
-    }
-    // SAFETY: dladdr's file name is a NUL-terminated string that lives as long as the object is loaded.
-    let name = unsafe { CStr::from_ptr(name) };
-    PathBuf::from(OsStr::from_bytes(name.to_bytes())).canonicalize().ok()
 }
 
 /// A tensor of the library, destroyed when dropped. It does not own the memory it describes.

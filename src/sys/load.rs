@@ -228,7 +228,8 @@ pub(crate) fn provider_of(symbol: &CStr) -> Option<PathBuf> {
 }
 
 /// The file that a function was loaded from, as it was opened.
-fn file_of(function: *const c_void) -> Option<PathBuf> {
+#[must_use]
+pub fn file_of(function: *const c_void) -> Option<PathBuf> {
     let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
     // SAFETY: `info` is writable; any address may be asked for.
     if unsafe { libc::dladdr(function, info.as_mut_ptr()) } == 0 {

@@ -12,7 +12,7 @@ pub mod nccl_ep;
 mod te;
 
 pub use foreign::catch_foreign;
-pub use load::{NcclEpLibrary, own_directories};
+pub use load::{NcclEpLibrary, file_of, own_directories};
 pub(crate) use load::{ancestors, provider_of, site_packages};
 pub use te::ForeignTensors;
 
