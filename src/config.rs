@@ -11,6 +11,10 @@ pub const MAX_TOP_K: u32 = 32;
 /// Most local experts of a rank that NCCL EP's expert-major path takes (nccl_ep 0.1.0).
 pub const MAX_LOCAL_EXPERTS: u32 = 256;
 
+/// What tokens can be made of.
+const TOKEN_DTYPES: [DType; 5] =
+    [DType::Float32, DType::Float16, DType::BFloat16, DType::Float8E4M3, DType::Float8E5M2];
+
 /// Whether payloads go through the library's buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transfer {
@@ -170,12 +174,10 @@ impl TryFrom<GroupRequest> for GroupConfig {
         };
         let dtype = match max_token_dtype {
             0 => DType::BFloat16,
-            code => DType::from_nvte(code).filter(|d| d.nccl().is_some()).ok_or_else(|| {
-                Error::argument(
-                    field("max_token_dtype"),
-                    "must be the NVTEDType of the widest token (0 = BFloat16)",
-                    format!("{code}"),
-                )
+            code => DType::from_nvte(code).filter(|dtype| TOKEN_DTYPES.contains(dtype)).ok_or_else(|| {
+                let rule =
+                    "must be the NVTEDType of the widest token: a floating-point type of 8 to 32 bits (0 = BFloat16)";
+                Error::argument(field("max_token_dtype"), rule, code)
             })?,
         };
         let config = Self {
@@ -447,6 +449,7 @@ pub(crate) mod tests {
             (|r| r.max_num_sms = -1, "group_config.max_num_sms must be 0 (automatic) or more, got -1"),
             (|r| r.max_token_dtype = 11, "group_config.max_token_dtype must be the NVTEDType"),
             (|r| r.max_token_dtype = -1, "got -1"),
+            (|r| r.max_token_dtype = 3, "a floating-point type of 8 to 32 bits (0 = BFloat16), got 3"),
             (
                 |r| r.allow_handle_mem_reloc = 2,
                 "group_config.allow_handle_mem_reloc must be 0 or 1 (1 = rebuild), got 2",

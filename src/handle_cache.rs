@@ -6,6 +6,7 @@ use crate::config::{LayerConfig, Relocation};
 use crate::error::{Error, Result};
 use crate::ops::Prepared;
 use lru::LruCache;
+use std::collections::HashMap;
 
 /// What identifies a layer's routing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -44,6 +45,8 @@ pub enum Lookup {
 #[derive(Debug)]
 pub struct HandleCache<H> {
     entries: LruCache<HandleKey, Entry<H>>,
+    /// Which key prepared a piece of memory last: registered layers may share one.
+    owners: HashMap<u64, HandleKey>,
     relocation: Relocation,
     limit: Option<usize>,
 }
@@ -52,7 +55,7 @@ impl<H> HandleCache<H> {
     /// An empty cache that holds `limit` handles.
     #[must_use]
     pub fn new(relocation: Relocation, limit: Option<usize>) -> Self {
-        Self { entries: LruCache::unbounded(), relocation, limit }
+        Self { entries: LruCache::unbounded(), owners: HashMap::new(), relocation, limit }
     }
 
     /// What is there for `key` over `memory` as a handle of `layer`.
@@ -74,6 +77,22 @@ impl<H> HandleCache<H> {
         }
     }
 
+    /// What the last prepare of `key` left in `memory`: nothing if the key's handle lies elsewhere, or if another key
+    /// prepared that memory since.
+    pub fn prepared(&mut self, key: HandleKey, memory: u64) -> Option<Prepared> {
+        let owned = self.owners.get(&memory) == Some(&key);
+        let entry = self.entries.get(&key)?;
+        entry.prepared.filter(|_| owned && entry.memory == memory)
+    }
+
+    /// Notes that `key` is about to prepare `memory`, whose routing is lost from now on.
+    pub fn start_prepare(&mut self, key: HandleKey, memory: u64) {
+        if let Some(entry) = self.entries.get_mut(&key) {
+            entry.prepared = None;
+        }
+        self.owners.insert(memory, key);
+    }
+
     /// The entry of `key`, which becomes the most recently used.
     pub fn get_mut(&mut self, key: HandleKey) -> Option<&mut Entry<H>> {
         self.entries.get_mut(&key)
@@ -89,12 +108,21 @@ impl<H> HandleCache<H> {
         prepared: Option<Prepared>,
         handle: H,
     ) -> Vec<H> {
-        let mut given_up: Vec<H> = self.entries.pop(&key).into_iter().map(|entry| entry.handle).collect();
+        let mut gone: Vec<(HandleKey, Entry<H>)> =
+            self.entries.pop(&key).map(|entry| (key, entry)).into_iter().collect();
         while self.limit.is_some_and(|limit| self.entries.len() >= limit) {
-            given_up.extend(self.entries.pop_lru().map(|(_, entry)| entry.handle));
+            gone.extend(self.entries.pop_lru());
+        }
+        for (key, entry) in &gone {
+            if self.owners.get(&entry.memory) == Some(key) {
+                self.owners.remove(&entry.memory);
+            }
+        }
+        if prepared.is_some() {
+            self.owners.insert(memory, key);
         }
         self.entries.put(key, Entry { handle, memory, layer, prepared });
-        given_up
+        gone.into_iter().map(|(_, entry)| entry.handle).collect()
     }
 
     /// All handles, for tear-down.
@@ -138,7 +166,23 @@ mod tests {
         let prepared = Some(Prepared { num_tokens: 5, index_dtype: DType::Int64 });
         assert_eq!(cache.insert(KEY, 0x200, layer(2), prepared, 2), [1], "the caller destroys the old handle");
         assert_eq!(cache.lookup(KEY, 0x200, &layer(2)).unwrap(), Lookup::Ready);
-        assert_eq!(cache.get_mut(KEY).unwrap().prepared, prepared);
+        assert_eq!(cache.prepared(KEY, 0x200), prepared);
+        assert_eq!(cache.prepared(KEY, 0x100), None);
+    }
+
+    #[test]
+    fn memory_belongs_to_who_prepared_it_last() {
+        let other = HandleKey::Registered(8);
+        let prepared = Some(Prepared { num_tokens: 5, index_dtype: DType::Int64 });
+        let mut cache = HandleCache::new(Relocation::Refuse, None);
+        for key in [KEY, other] {
+            cache.insert(key, 0x100, layer(2), None, key);
+            cache.start_prepare(key, 0x100);
+            cache.get_mut(key).unwrap().prepared = prepared;
+        }
+        assert_eq!((cache.prepared(KEY, 0x100), cache.prepared(other, 0x100)), (None, prepared));
+        cache.start_prepare(KEY, 0x100);
+        assert_eq!((cache.prepared(KEY, 0x100), cache.prepared(other, 0x100)), (None, None));
     }
 
     #[test]

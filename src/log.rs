@@ -2,6 +2,7 @@
 //! only if a Rust program around us has not installed its own.
 
 use crate::env::LOG;
+use std::io::Write;
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::prelude::*;
 
@@ -11,7 +12,9 @@ pub(crate) fn start() {
     START.call_once(|| {
         let Some(value) = std::env::var(LOG.name).ok().filter(|value| !value.is_empty()) else { return };
         let level = value.parse::<LevelFilter>().unwrap_or_else(|_| {
-            eprintln!("nvte_ep: {} takes {}; {value:?} is read as info", LOG.name, LOG.meaning);
+            // Not eprintln: a closed stderr is no reason to panic.
+            let text = "takes error, warn, info, debug or trace";
+            let _ = writeln!(std::io::stderr(), "nvte_ep: {} {text}; {value:?} is read as info", LOG.name);
             LevelFilter::INFO
         });
         let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false).with_filter(level);

@@ -103,7 +103,7 @@ pub(crate) fn sm_cap(field: &str, requested: Option<u32>, places: &[Place]) -> R
         places.iter().max_by_key(|place| sharing(places, place)).map_or((0, 0), |p| (p.sm_count, sharing(places, p)));
     Err(Error::argument(
         format!("group_config.{field}"),
-        format!("must be at most {most}, since {} rank(s) share a device of {} SMs", busiest.1, busiest.0),
+        format!("must be at most {most} where {} of the ranks are on one device of {} SMs", busiest.1, busiest.0),
         requested,
     )
     .with_remedy("pass 0 for an automatic choice; more would hang the first step"))
@@ -360,7 +360,10 @@ mod tests {
         assert_eq!(sm_cap("max_num_sms", Some(66), &two).unwrap(), 66);
         assert_eq!(sm_cap("max_num_sms", Some(132), &[place(1, 0), place(2, 0)]).unwrap(), 132);
         let text = sm_cap("max_num_sms", Some(32), &eight).unwrap_err().to_string();
-        assert!(text.contains("must be at most 16, since 8 rank(s) share a device of 132 SMs, got 32"), "{text}");
+        assert!(
+            text.contains("must be at most 16 where 8 of the ranks are on one device of 132 SMs, got 32"),
+            "{text}"
+        );
         assert!(sm_cap("max_num_sms", Some(133), &apart).is_err());
     }
 

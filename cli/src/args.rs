@@ -92,6 +92,9 @@ pub struct RunArgs {
 /// Ranks where neither the command line nor a launcher says.
 pub const DEFAULT_RANKS: usize = 4;
 
+/// A year: longer limits are a mistake, and far beyond them sums of times overflow.
+const MOST_SECONDS: u64 = 365 * 24 * 3600;
+
 impl RunArgs {
     /// The layer and its steps, if the arguments agree with each other; else what to change.
     pub fn problem(&self, ranks: usize) -> Result<Problem, String> {
@@ -108,8 +111,8 @@ impl RunArgs {
         positive("--top-k", self.top_k, 32)?;
         positive("--steps", self.steps, 1_000_000)?;
         positive("--expert-dim", self.expert_dim, 1024)?;
-        if self.timeout == 0 {
-            return Err("--timeout must be at least 1 second".into());
+        if !(1..=MOST_SECONDS).contains(&self.timeout) {
+            return Err(format!("--timeout must be 1 to {MOST_SECONDS} seconds, got {}", self.timeout));
         }
         if !self.experts.is_multiple_of(ranks) {
             return Err(format!("--experts must be a multiple of the {ranks} ranks, got {}", self.experts));
@@ -182,7 +185,8 @@ mod tests {
             (&["--tokens", "0"], 2, "--tokens must be 1 to 1048576, got 0"),
             (&["--experts", "1024"], 2, "--experts must be at most 256 a rank (NCCL EP's limit), got 512 a rank"),
             (&["--max-sms", "0"], 2, "--max-sms must be 1 to 1024; leave it out for the automatic choice"),
-            (&["--timeout", "0"], 2, "--timeout must be at least 1 second"),
+            (&["--timeout", "0"], 2, "--timeout must be 1 to 31536000 seconds, got 0"),
+            (&["--timeout", "18446744073709551615"], 2, "--timeout must be 1 to 31536000 seconds"),
             (&[], 0, "--ranks must be 1 to 1024, got 0"),
         ] {
             assert_eq!(parse(extra).problem(ranks).unwrap_err(), text);

@@ -250,8 +250,12 @@ impl Rank<'_> {
             Dtype::F32 => step::run::<f32>(&setup, meeting, progress, &mut report),
         };
         report.error = outcome.err().map(|error| error.to_string());
-        meeting.publish(&report)?;
-        Ok(report)
+        match (meeting.publish(&report), &report.error) {
+            (Ok(()), _) => Ok(report),
+            // A peer that failed first has taken the meeting place away; the rank's own error says more than that.
+            (Err(_), Some(error)) => Err(error.clone().into()),
+            (Err(error), None) => Err(error),
+        }
     }
 }
 

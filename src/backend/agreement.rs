@@ -10,10 +10,24 @@ use crate::sys::nccl::CommFacts;
 use nvte_ep_bindings as b;
 use std::time::Duration;
 
-/// Bytes of one rank's record.
+/// Bytes of one rank's record: a word for its kind, a word for the text's length plus one, the fields, the text.
 const RECORD: usize = 1024;
 const MAX_FIELDS: usize = 24;
-const MAX_TEXT: usize = RECORD - 8 * (MAX_FIELDS + 1);
+const HEAD: usize = 8 * (MAX_FIELDS + 2);
+const MAX_TEXT: usize = RECORD - HEAD;
+
+/// What a record is for. A rank that gave up waiting leaves its call on the communicator, where the next one of another
+/// rank meets it; the kind, and which try it was, tell that such a pair does not belong together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u64)]
+enum Kind {
+    /// The first round of initialize.
+    Statement = 0x4E56_5445_0001,
+    /// The second round of initialize: a rank that gave up in the first has not been counted on.
+    Confirm,
+    /// shutdown.
+    Barrier,
+}
 
 /// One rank's statement: numbers that must agree, numbers that tell where it runs, and why it cannot go on, if so.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,8 +45,8 @@ impl Statement {
         let mut record = [0; RECORD];
         let numbers = self.equal.iter().chain(&self.own);
         assert!(self.equal.len() + self.own.len() <= MAX_FIELDS, "a record holds {MAX_FIELDS} numbers");
-        let (words, text) = record.split_at_mut(8 * (MAX_FIELDS + 1));
-        let (length, fields) = words.split_at_mut(8);
+        let (words, text) = record.split_at_mut(HEAD);
+        let (length, fields) = words[8..].split_at_mut(8);
         for (slot, number) in fields.chunks_exact_mut(8).zip(numbers) {
             slot.copy_from_slice(&number.to_le_bytes());
         }
@@ -45,8 +59,8 @@ impl Statement {
     }
 
     fn decode(record: &[u8], equal: usize, own: usize) -> Self {
-        let word = |index: usize| u64::from_le_bytes(record[8 * index..][..8].try_into().expect("8 bytes"));
-        let text = &record[8 * (MAX_FIELDS + 1)..];
+        let word = |index: usize| u64::from_le_bytes(record[8 * (index + 1)..][..8].try_into().expect("8 bytes"));
+        let text = &record[HEAD..];
         let refusal = match word(0) as usize {
             0 => None,
             length => Some(String::from_utf8_lossy(&text[..(length - 1).min(text.len())]).into_owned()),
@@ -86,7 +100,21 @@ pub(crate) struct Meeting {
     scratch: u64,
 }
 
-const ABSENT: &str = "check that every rank of the communicator makes this call and is alive";
+const ABSENT: &str = "check that every rank of the communicator makes this call and is alive; this call stays behind on the \
+                      communicator, so make a new one before trying again";
+
+/// What the ranks' records are, if not all of them are of one kind.
+fn check_kinds(kind: Kind, records: &[u8]) -> Result<()> {
+    for (rank, record) in records.chunks_exact(RECORD).enumerate() {
+        if record[..8] != (kind as u64).to_le_bytes() {
+            return Err(Error::State(format!(
+                "rank {rank} answered with another call: an nvte_ep call or a collective that was given up on is left on \
+                 the communicator; make a new communicator on every rank"
+            )));
+        }
+    }
+    Ok(())
+}
 
 impl Meeting {
     /// Allocates on the current device.
@@ -109,10 +137,20 @@ impl Meeting {
     /// # Safety
     /// The communicator is live.
     pub(crate) unsafe fn exchange(&self, own: &Statement, limit: Option<Duration>) -> Result<Vec<Statement>> {
-        let record = own.encode();
+        let what = "all ranks to call nvte_ep_initialize";
         // SAFETY: the caller vouches for the communicator.
-        let all = unsafe { self.all_gather(&record, limit, "all ranks to call nvte_ep_initialize")? };
+        let all = unsafe { self.all_gather(Kind::Statement, own.encode(), limit, what)? };
         Ok(all.chunks_exact(RECORD).map(|r| Statement::decode(r, own.equal.len(), own.own.len())).collect())
+    }
+
+    /// Returns when every rank has seen all statements, so that none of them has given up waiting.
+    ///
+    /// # Safety
+    /// The communicator is live.
+    pub(crate) unsafe fn confirm(&self, limit: Option<Duration>) -> Result<()> {
+        let what = "all ranks to go on with nvte_ep_initialize";
+        // SAFETY: the caller vouches for the communicator.
+        unsafe { self.all_gather(Kind::Confirm, [0; RECORD], limit, what) }.map(|_| ())
     }
 
     /// Returns when every rank has come here.
@@ -120,11 +158,19 @@ impl Meeting {
     /// # Safety
     /// The communicator is live.
     pub(crate) unsafe fn barrier(&self, limit: Option<Duration>) -> Result<()> {
+        let what = "all ranks to call nvte_ep_shutdown";
         // SAFETY: the caller vouches for the communicator.
-        unsafe { self.all_gather(&[0; RECORD], limit, "all ranks to call nvte_ep_shutdown") }.map(|_| ())
+        unsafe { self.all_gather(Kind::Barrier, [0; RECORD], limit, what) }.map(|_| ())
     }
 
-    unsafe fn all_gather(&self, own: &[u8; RECORD], limit: Option<Duration>, what: &str) -> Result<Vec<u8>> {
+    unsafe fn all_gather(
+        &self,
+        kind: Kind,
+        mut own: [u8; RECORD],
+        limit: Option<Duration>,
+        what: &str,
+    ) -> Result<Vec<u8>> {
+        own[..8].copy_from_slice(&(kind as u64).to_le_bytes());
         let (cuda, nccl, stream) = (&self.base.cuda, &self.base.nccl, self.stream.as_raw());
         let (send, receive) = (self.scratch, self.scratch + RECORD as u64);
         // SAFETY: the scratch memory holds one record more than there are ranks; pageable memory is read at the call.
@@ -144,7 +190,15 @@ impl Meeting {
         cuda.check("cuMemcpyDtoHAsync_v2", code)?;
         // SAFETY: the stream is our own.
         unsafe { cuda.wait(self.stream, limit, "a copy from the device", "look for a stuck kernel") }?;
+        check_kinds(kind, &all)?;
         Ok(all)
+    }
+
+    /// As [`Meeting::close`] where an error is on its way to the caller, which another one must not hide.
+    pub(crate) fn close_after_failure(self) {
+        if let Err(error) = self.close() {
+            tracing::warn!(target: "nvte_ep", "{error}");
+        }
     }
 
     /// Frees stream and memory; only after everything queued is done.
@@ -174,6 +228,25 @@ mod tests {
         let long = statement(&[], Some(&"ü".repeat(RECORD)));
         let text = Statement::decode(&long.encode(), 0, 2).refusal.unwrap();
         assert!(text.len() >= MAX_TEXT - 1 && text.chars().all(|c| c == 'ü'));
+    }
+
+    #[test]
+    fn calls_that_do_not_belong_together_are_told() {
+        let record = |kind: Kind| {
+            let mut record = vec![0u8; RECORD];
+            record[..8].copy_from_slice(&(kind as u64).to_le_bytes());
+            record
+        };
+        let pair = |a, b| [record(a), record(b)].concat();
+        check_kinds(Kind::Barrier, &pair(Kind::Barrier, Kind::Barrier)).unwrap();
+        for (kind, records) in [
+            (Kind::Statement, pair(Kind::Statement, Kind::Barrier)),
+            (Kind::Confirm, pair(Kind::Confirm, Kind::Statement)),
+            (Kind::Barrier, [record(Kind::Barrier), vec![0; RECORD]].concat()),
+        ] {
+            let text = check_kinds(kind, &records).unwrap_err().to_string();
+            assert!(text.starts_with("rank 1 answered with another call"), "{text}");
+        }
     }
 
     #[test]

@@ -50,19 +50,17 @@ pub enum LayerClaim {
     Given(LayerConfig),
 }
 
-/// A layer, resolved, and where its memory lies.
+/// A layer, resolved. Its handle memory is a stamp of [`STAMP_BYTES`], then NCCL EP's part.
 #[derive(Debug, Clone, Copy)]
 struct Layer {
     config: LayerConfig,
     /// Bytes that NCCL EP needs.
     nccl_bytes: usize,
-    /// Where NCCL EP's part starts in the handle memory; what lies before is the stamp.
-    offset: usize,
 }
 
 impl Layer {
     const fn mem_bytes(&self) -> usize {
-        self.offset + self.nccl_bytes
+        STAMP_BYTES + self.nccl_bytes
     }
 }
 
@@ -79,6 +77,8 @@ struct Backend {
     handles: HandleCache<nccl_ep::Handle>,
     /// Tells this group's stamps from those of another time.
     epoch: u64,
+    /// The process that made it; a forked child has a copy of this memory, but neither CUDA nor NCCL.
+    process: u32,
 }
 
 /// The numbers that must be equal on all ranks, by name.
@@ -123,14 +123,15 @@ pub unsafe fn initialize(comm: Communicator, request: GroupRequest) -> Result<()
     let env = Env::from_process()?;
     let base = sys::base(&env)?;
     let device = base.cuda.current_device()?;
+    // SAFETY: the caller vouches for `comm`.
+    let comm_facts = unsafe { base.nccl.comm_facts(comm.as_raw()) }?;
+    preflight::communicator(&comm_facts, config.ep_size, device)?;
+    // Held over the whole creation: a second initialize, or a shutdown, of this device waits for its outcome.
     let slot = REGISTRY.lock().entry(device).or_default().clone();
     let mut backend = slot.lock();
     if backend.is_some() {
         return Err(Error::AlreadyInitialized { device });
     }
-    // SAFETY: the caller vouches for `comm`.
-    let comm_facts = unsafe { base.nccl.comm_facts(comm.as_raw()) }?;
-    preflight::communicator(&comm_facts, config.ep_size, device)?;
     // SAFETY: as above, and the communicator's device is current.
     *backend = Some(unsafe { Backend::create(base, env, device, comm, comm_facts, config) }?);
     tracing::info!(target: "nvte_ep", device, ?config, rank = comm_facts.rank, "EP group created");
@@ -167,19 +168,25 @@ pub fn current_group() -> Result<EpGroup> {
 /// [`Error::Teardown`] with all that failed; the groups are gone all the same.
 pub fn shutdown() -> Result<()> {
     let slots: Vec<(i32, Slot)> = REGISTRY.lock().iter().map(|(device, slot)| (*device, slot.clone())).collect();
+    // The lock is kept until all is destroyed: who comes next finds the device free, not half torn down.
     let end = |(device, slot): &(i32, Slot)| {
-        let backend = slot.lock().take();
-        backend.map_or(Vec::new(), |backend| backend.destroy(*device))
+        let mut backend = slot.lock();
+        backend.take().map_or(Vec::new(), |backend| backend.destroy(*device))
     };
     let failures: Vec<String> = match slots.as_slice() {
         [one] => end(one),
         // Ranks of one process wait for each other, so each device gets a thread.
         many => std::thread::scope(|scope| {
-            let threads: Vec<_> = many.iter().map(|slot| scope.spawn(move || end(slot))).collect();
-            threads
-                .into_iter()
-                .flat_map(|thread| thread.join().unwrap_or_else(|_| vec!["a panic during tear-down".into()]))
-                .collect()
+            let threads: Vec<_> = many
+                .iter()
+                .map(|slot| std::thread::Builder::new().spawn_scoped(scope, move || end(slot)).map_err(|_| end(slot)))
+                .collect();
+            let joined = threads.into_iter().flat_map(|thread| match thread {
+                Ok(thread) => thread.join().unwrap_or_else(|_| vec!["a panic during tear-down".into()]),
+                // No thread could be started, so this one was ended at once, on this thread.
+                Err(failures) => failures,
+            });
+            joined.collect()
         }),
     };
     if failures.is_empty() { Ok(()) } else { Err(Error::Teardown(failures)) }
@@ -214,7 +221,7 @@ impl EpGroup {
     /// # Errors
     /// A layer that does not fit the group.
     pub fn handle_mem_size(&self, layer: LayerConfig) -> Result<usize> {
-        Ok(self.lock()?.backend().addressed_layer(layer)?.mem_bytes())
+        Ok(self.lock()?.backend().layer_of(layer)?.mem_bytes())
     }
 
     /// Exchanges the routing of one step and fills the layer's handle; collective, queued on `stream`.
@@ -406,11 +413,17 @@ impl Backend {
             })
             .collect();
         let agreed = agreement::compare(&names, &statements)
-            .and_then(|()| preflight::sm_cap(config.dialect.sm_field, config.max_num_sms, &places));
+            .and_then(|()| preflight::sm_cap(config.dialect.sm_field, config.max_num_sms, &places))
+            .and_then(|cap| {
+                // All ranks come here or none does: what was compared is the same on all of them.
+                // SAFETY: the caller vouches for `comm`.
+                unsafe { meeting.confirm(env.timeout) }.map(|()| cap)
+            });
         let (library, max_num_sms) = match (ready, agreed) {
             (Ok(library), Ok(max_num_sms)) => (library, max_num_sms),
+            (_, Err(error @ Error::TimeOut { .. })) => return Err(error),
             (ready, agreed) => {
-                meeting.close()?;
+                meeting.close_after_failure();
                 // A rank's own error reads the same on all ranks.
                 return Err(agreed.err().or(ready.err()).expect("one of them failed"));
             }
@@ -423,7 +436,7 @@ impl Backend {
         let group = match unsafe { nccl_ep::Group::create(base, library, comm, &config, max_num_sms) } {
             Ok(group) => group,
             Err(error) => {
-                meeting.close()?;
+                meeting.close_after_failure();
                 // InvalidUsage is all that a refused NCCL version comes back as; the library's reason goes to stderr.
                 let refused = matches!(&error, Error::Library { code, .. } if *code == i64::from(b::ncclInvalidUsage));
                 return Err(match library.version_gate(nccl).filter(|_| refused) {
@@ -445,6 +458,7 @@ impl Backend {
             nccl_bytes: HashMap::new(),
             handles,
             epoch: EPOCH.fetch_add(1, Ordering::Relaxed),
+            process: std::process::id(),
         })
     }
 
@@ -459,7 +473,6 @@ impl Backend {
     }
 
     fn register_layer(&mut self, config: LayerConfig) -> Result<(u64, usize)> {
-        config.check_against(&self.config)?;
         let limit = self.env.handle_cache_size.limit(self.config.dialect.default_handle_limit);
         if let Some(limit) = limit.filter(|limit| self.layers.len() >= *limit) {
             return Err(Error::State(format!(
@@ -467,17 +480,17 @@ impl Backend {
                  layer once and keep its id (registrations end with nvte_ep_shutdown)"
             )));
         }
-        let layer = Layer { config, nccl_bytes: self.nccl_bytes(config.top_k)?, offset: 0 };
+        let layer = self.layer_of(config)?;
         let id = next_layer_id();
         self.layers.insert(id, layer);
         tracing::debug!(target: "nvte_ep", id, ?layer, "layer registered");
         Ok((id, layer.mem_bytes()))
     }
 
-    /// A layer whose handle goes by its memory's address.
-    fn addressed_layer(&mut self, config: LayerConfig) -> Result<Layer> {
+    /// A layer that fits the group, and what its handle memory has to hold.
+    fn layer_of(&mut self, config: LayerConfig) -> Result<Layer> {
         config.check_against(&self.config)?;
-        Ok(Layer { config, nccl_bytes: self.nccl_bytes(config.top_k)?, offset: STAMP_BYTES })
+        Ok(Layer { config, nccl_bytes: self.nccl_bytes(config.top_k)? })
     }
 
     fn registered_layer(&self, id: u64) -> Result<Layer> {
@@ -502,7 +515,7 @@ impl Backend {
                 }
                 layer
             }
-            (_, LayerClaim::Given(config)) => self.addressed_layer(config)?,
+            (_, LayerClaim::Given(config)) => self.layer_of(config)?,
             (HandleKey::Address(_), LayerClaim::Registered(_)) => {
                 return Err(Error::Internal("an address with a registered layer".into()));
             }
@@ -517,32 +530,37 @@ impl Backend {
     /// # Safety
     /// The handle memory is device memory of the described extent; `stream` is a stream of the group's device.
     unsafe fn prepared_layer(&mut self, handle: &HandleRef, stream: Stream) -> Result<(Layer, Prepared)> {
-        let not_prepared = |what: String| Error::State(format!("{what} was not prepared: call nvte_ep_prepare first"));
-        let known = self.handles.get_mut(handle.key).map(|entry| (entry.layer, entry.prepared));
-        match handle.key {
-            HandleKey::Registered(id) => {
-                let layer = self.registered_layer(id)?;
-                require_memory(&handle.mem, layer.mem_bytes())?;
-                let prepared = known.and_then(|(_, prepared)| prepared);
-                Ok((layer, prepared.ok_or_else(|| not_prepared(format!("layer {id}")))?))
+        let memory = handle.mem.data;
+        let registered = match handle.key {
+            HandleKey::Registered(id) => Some(self.registered_layer(id)?),
+            HandleKey::Address(_) => None,
+        };
+        require_memory(&handle.mem, registered.map_or(STAMP_BYTES, |layer| layer.mem_bytes()))?;
+        let known = self.handles.get_mut(handle.key).map(|entry| (entry.layer, entry.memory));
+        let (config, prepared) = match known {
+            // The layer's own memory, as far as this process knows.
+            Some((config, at)) if at == memory => (config, self.handles.prepared(handle.key, memory)),
+            // Registered and never prepared anywhere.
+            None if registered.is_some() => return Err(not_prepared(handle)),
+            // Memory that is new to the library: moved here, or given up by the cache.
+            _ => {
+                if let (Some(layer), Some(_)) = (registered, known) {
+                    // Refused by the group's policy, if so, before anything is read.
+                    self.handles.lookup(handle.key, memory, &layer.config)?;
+                }
+                // SAFETY: passed on.
+                let stamp = unsafe { self.read_stamp(memory, stream) }?;
+                let (config, prepared) = stamp.read(self.epoch).ok_or_else(|| not_prepared(handle))?;
+                (config, Some(prepared))
             }
-            HandleKey::Address(address) => {
-                let what = || format!("the {} at {address:#x}", handle.mem.name);
-                let (config, prepared) = match known {
-                    Some((config, Some(prepared))) => (config, prepared),
-                    Some((_, None)) => return Err(not_prepared(what())),
-                    None => {
-                        require_memory(&handle.mem, STAMP_BYTES)?;
-                        // SAFETY: passed on.
-                        let stamp = unsafe { self.read_stamp(address, stream) }?;
-                        stamp.read(self.epoch).ok_or_else(|| not_prepared(what()))?
-                    }
-                };
-                let layer = self.addressed_layer(config)?;
-                require_memory(&handle.mem, layer.mem_bytes())?;
-                Ok((layer, prepared))
-            }
+        };
+        let prepared = prepared.ok_or_else(|| not_prepared(handle))?;
+        if registered.is_some_and(|layer| layer.config != config) {
+            return Err(not_prepared(handle));
         }
+        let layer = self.layer_of(config)?;
+        require_memory(&handle.mem, layer.mem_bytes())?;
+        Ok((layer, prepared))
     }
 
     /// # Safety
@@ -573,16 +591,15 @@ impl Backend {
         stream: Stream,
     ) -> Result<()> {
         let (base, epoch) = (self.base, self.epoch);
-        let (group, entry) = self.handle(handle, layer, None)?;
+        self.handle(handle, layer, None)?;
         // A failed exchange leaves no routing that could be replayed.
-        entry.prepared = None;
+        self.handles.start_prepare(handle.key, handle.mem.data);
+        let (group, entry) = self.handle(handle, layer, None)?;
         // SAFETY: the caller vouches for tensors and stream.
         unsafe { group.update(&entry.handle, call, stream) }?;
-        if let HandleKey::Address(address) = handle.key {
-            let Stamp(words) = Stamp::new(&layer.config, prepared, epoch);
-            // SAFETY: the handle memory starts with room for the stamp.
-            unsafe { base.cuda.write_words(address, &words, stream) }?;
-        }
+        let Stamp(words) = Stamp::new(&layer.config, prepared, epoch);
+        // SAFETY: the handle memory starts with room for the stamp.
+        unsafe { base.cuda.write_words(handle.mem.data, &words, stream) }?;
         entry.prepared = Some(prepared);
         Ok(())
     }
@@ -603,7 +620,7 @@ impl Backend {
                 return Err(Error::argument(handle.mem.name, required, "memory that has to be opened again")
                     .with_remedy("prepare again over the new memory, or pass int64 topk_idx"));
             }
-            let memory = handle.mem.bytes(layer.offset, layer.nccl_bytes);
+            let memory = handle.mem.bytes(STAMP_BYTES, layer.nccl_bytes);
             // SAFETY: the memory is the caller's, of the size that was checked, for as long as the handle is used.
             let built = unsafe { self.group.init_handle(&layer.config, &memory) }?;
             tracing::debug!(target: "nvte_ep", key = ?handle.key, ?lookup, "handle created");
@@ -617,6 +634,9 @@ impl Backend {
 
     /// Tears down in order and returns what failed.
     fn destroy(self, device: i32) -> Vec<String> {
+        if self.process != std::process::id() {
+            return Vec::new();
+        }
         let limit = self.env.shutdown_timeout;
         let quiet = bounded(limit, "the work queued on the device", move || {
             self.base.cuda.set_current_device(device)?;
@@ -657,6 +677,16 @@ impl Backend {
     }
 }
 
+/// A call that needs a routing over memory that holds none of this layer.
+fn not_prepared(handle: &HandleRef) -> Error {
+    let what = match handle.key {
+        HandleKey::Registered(id) => format!("layer {id}"),
+        HandleKey::Address(address) => format!("the {} at {address:#x}", handle.mem.name),
+    };
+    let since = "or its memory was prepared for another layer since, or does not hold what was prepared";
+    Error::State(format!("{what} was not prepared ({since}): call nvte_ep_prepare first"))
+}
+
 /// Handle memory of at least `bytes` bytes.
 fn require_memory(mem: &TensorView, bytes: usize) -> Result<()> {
     let found = mem.vector("[bytes]")?;
@@ -674,10 +704,19 @@ fn next_layer_id() -> u64 {
 }
 
 /// Runs `work`, which may never return, for `limit` at most; on a time-out its thread is left behind.
-fn bounded(limit: Option<Duration>, what: &str, work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
+fn bounded<F: FnOnce() -> Result<()> + Send + 'static>(limit: Option<Duration>, what: &str, work: F) -> Result<()> {
     let Some(limit) = limit else { return work() };
     let (sender, receiver) = std::sync::mpsc::channel();
-    std::thread::spawn(move || sender.send(work()));
+    let work = Arc::new(Mutex::new(Some(work)));
+    let run = |work: &Mutex<Option<_>>| {
+        let work = work.lock().take();
+        work.map_or(Ok(()), |work: F| work())
+    };
+    let in_thread = work.clone();
+    if std::thread::Builder::new().spawn(move || sender.send(run(&in_thread))).is_err() {
+        // No thread to be had: then this one waits, without a limit.
+        return run(&work);
+    }
     receiver.recv_timeout(limit).unwrap_or_else(|_| {
         Err(Error::TimeOut {
             waited_for: what.into(),

@@ -229,6 +229,7 @@ pub(crate) fn provider_of(symbol: &CStr) -> Option<PathBuf> {
 
 /// The file that a function was loaded from, as it was opened.
 #[must_use]
+#[allow(clippy::not_unsafe_ptr_arg_deref, reason = "the address is looked up, not read")]
 pub fn file_of(function: *const c_void) -> Option<PathBuf> {
     let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
     // SAFETY: `info` is writable; any address may be asked for.

@@ -202,28 +202,26 @@ impl Store {
         }
     }
 
-    fn insert(&mut self, tensor: Tensor) -> Result<NVTETensor> {
-        let index = match self.free.pop() {
-            Some(index) => index,
-            None if self.slots.len() < MAX_SLOTS => {
-                self.slots.push(Slot { generation: 0, tensor: None });
-                self.slots.len() as u32 - 1
-            }
-            None => {
-                let text = format!("{MAX_SLOTS} tensors are alive: destroy those that are not used any more");
-                return Err(Error::State(text));
-            }
-        };
+    /// Puts a tensor where there is room, which the caller made sure of.
+    fn insert(&mut self, tensor: Tensor) -> NVTETensor {
+        let index = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(Slot { generation: 0, tensor: None });
+            self.slots.len() as u32 - 1
+        });
         let slot = &mut self.slots[index as usize];
-        slot.generation = (slot.generation + 1) & GENERATION_MASK;
+        slot.generation += 1;
         slot.tensor = Some(tensor);
-        Ok(encode(index, slot.generation))
+        encode(index, slot.generation)
     }
 
     fn remove(&mut self, tensor: NVTETensor) -> Result<()> {
         let index = self.index(tensor)?;
-        self.slots[index].tensor = None;
-        self.free.push(index as u32);
+        let slot = &mut self.slots[index];
+        slot.tensor = None;
+        // A slot whose generations are used up is given up, so that no old value ever fits again.
+        if slot.generation < GENERATION_MASK {
+            self.free.push(index as u32);
+        }
         Ok(())
     }
 }
@@ -232,17 +230,12 @@ impl Store {
 pub(crate) fn create(scaling_mode: NVTEScalingMode, count: usize) -> Result<Vec<NVTETensor>> {
     let tensor = Tensor::new(scaling_mode)?;
     let mut store = STORE.write();
-    let mut created = Vec::with_capacity(count.min(MAX_SLOTS));
-    for _ in 0..count {
-        match store.insert(tensor.clone()) {
-            Ok(handle) => created.push(handle),
-            Err(error) => {
-                created.into_iter().for_each(|handle| store.remove(handle).expect("created just now"));
-                return Err(error);
-            }
-        }
+    let room = store.free.len() + MAX_SLOTS - store.slots.len();
+    if count > room {
+        let required = format!("must be at most the tensors that there is room for, {room}");
+        return Err(Error::argument("N", required, count).with_remedy("destroy tensors that are not used any more"));
     }
-    Ok(created)
+    Ok((0..count).map(|_| store.insert(tensor.clone())).collect())
 }
 
 /// Destroys tensors; null ones are passed over. All or none: a dead one among them, or one that is named twice, is an
@@ -310,6 +303,24 @@ mod tests {
         assert!(read(first, |_| ()).is_err());
         assert!(again.iter().all(|tensor| *tensor != first));
         destroy(&again).unwrap();
+    }
+
+    #[test]
+    fn a_slot_is_given_up_before_its_values_come_round() {
+        let mut store = Store { slots: vec![Slot { generation: GENERATION_MASK - 1, tensor: None }], free: vec![0] };
+        let last = store.insert(Tensor::NULL);
+        store.remove(last).unwrap();
+        assert!(store.free.is_empty());
+        let next = store.insert(Tensor::NULL);
+        assert_eq!((store.index(next).unwrap(), store.index(last).is_err()), (1, true));
+    }
+
+    #[test]
+    fn more_tensors_than_there_is_room_for_are_refused_at_once() {
+        for count in [MAX_SLOTS + 1, usize::MAX] {
+            let text = create(NVTE_DELAYED_TENSOR_SCALING, count).unwrap_err().to_string();
+            assert!(text.starts_with("N must be at most the tensors that there is room for"), "{text}");
+        }
     }
 
     #[test]
