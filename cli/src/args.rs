@@ -186,7 +186,11 @@ mod tests {
             (&["--experts", "1024"], 2, "--experts must be at most 256 a rank (NCCL EP's limit), got 512 a rank"),
             (&["--max-sms", "0"], 2, "--max-sms must be 1 to 1024; leave it out for the automatic choice"),
             (&["--timeout", "0"], 2, "--timeout must be 1 to 31536000 seconds, got 0"),
-            (&["--timeout", "18446744073709551615"], 2, "--timeout must be 1 to 31536000 seconds"),
+            (
+                &["--timeout", "18446744073709551615"],
+                2,
+                "--timeout must be 1 to 31536000 seconds, got 18446744073709551615",
+            ),
             (&[], 0, "--ranks must be 1 to 1024, got 0"),
         ] {
             assert_eq!(parse(extra).problem(ranks).unwrap_err(), text);
