@@ -3,9 +3,10 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::os::fd::AsFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 
 use nvte_ep_bindings::*;
@@ -15,22 +16,33 @@ use crate::channel::{self, Breaker, Channel};
 use crate::device::{self, Device};
 use crate::dtype::{self, Reduction};
 use crate::fault::{Fault, Outcome};
+use crate::graph::{self, Action};
 use crate::memory::{self, Span};
-use crate::stats;
+use crate::stats::{self, Counters};
 use crate::stream::{Point, Stream};
-use crate::sys;
+use crate::sys::{self, Mapping};
 
 /// Marks a unique id made by this library; the path of the rendezvous file follows.
 const ID_PREFIX: &[u8] = b"nvte-ep-host:";
 
 /// The ordered line of operations of one channel: each waits for the one enqueued before it.
 #[derive(Debug)]
-pub struct Line {
-    channel: Arc<Mutex<Channel>>,
+pub struct Line(Arc<LineState>);
+
+#[derive(Debug)]
+struct LineState {
+    channel: Mutex<Channel>,
     breaker: Breaker,
     last: Mutex<Option<Point>>,
     status: Arc<Status>,
+    /// Set when the communicator or group is destroyed; graphs may still hold operations.
+    closed: AtomicBool,
 }
+
+/// An operation of a line.
+type Operation = Arc<dyn Fn(&mut Channel) -> Outcome<()> + Send + Sync>;
+/// Picks the counter of an operation.
+type Counter = fn(&'static Counters) -> &'static AtomicU64;
 
 /// What a communicator's operations, and those of EP groups over it, say about its health.
 #[derive(Debug, Default)]
@@ -45,49 +57,43 @@ impl Line {
     pub fn new(channel: Channel, status: Arc<Status>) -> Self {
         let breaker = channel.breaker();
         status.breakers.lock().push(breaker.clone());
-        Self { channel: Arc::new(Mutex::new(channel)), breaker, last: Mutex::new(None), status }
+        let closed = AtomicBool::new(false);
+        Self(Arc::new(LineState { channel: Mutex::new(channel), breaker, last: Mutex::new(None), status, closed }))
     }
 
-    /// Enqueues an operation on a stream, behind all earlier ones of this line.
+    /// Enqueues an operation on a stream, behind all earlier ones of this line, or records it if the stream is captured.
+    ///
+    /// `spans` names the callers' memory that it uses; `counter` counts it each time that it is enqueued.
     pub fn enqueue(
         &self,
         stream: &Arc<Stream>,
-        run: impl FnOnce(&mut Channel) -> Outcome<()> + Send + 'static,
+        counter: Counter,
+        spans: &[Span],
+        run: impl Fn(&mut Channel) -> Outcome<()> + Send + Sync + 'static,
     ) -> Outcome<()> {
         if let Err(fault) = stream.device().check() {
             // Peers wait for this operation and it will never run.
-            self.breaker.trip(&fault.text);
+            self.trip(&fault.text);
             return Err(fault);
         }
-        let channel = Arc::clone(&self.channel);
-        let breaker = self.breaker.clone();
-        let status = Arc::clone(&self.status);
-        let mut last = self.last.lock();
-        let point = stream.enqueue_always(last.iter().cloned().collect(), move |sticky| {
-            if let Some(fault) = sticky {
-                breaker.trip(&fault.text);
-                return Ok(());
+        let run: Operation = Arc::new(run);
+        let action = || {
+            let (state, run) = (Arc::clone(&self.0), Arc::clone(&run));
+            Action {
+                enqueue: Arc::new(move |stream, after| state.push(stream, after, counter, Arc::clone(&run))),
+                spans: spans.to_vec(),
+                breaker: Some(self.0.breaker.clone()),
             }
-            let mut channel = channel.lock();
-            let done = crate::fault::contain(|| run(&mut channel));
-            if let Err(fault) = &done {
-                channel.fail(fault);
-                status.error.lock().get_or_insert_with(|| fault.clone());
-                if status.aborted.load(Ordering::SeqCst) {
-                    // The caller asked for the end of the operation; the device stays usable.
-                    return Ok(());
-                }
-                set_last_error(&fault.text);
-            }
-            done
-        })?;
-        *last = Some(point);
-        Ok(())
+        };
+        if graph::record(stream, action)? {
+            return Ok(());
+        }
+        self.0.push(stream, Vec::new(), counter, run).map(drop)
     }
 
     /// Waits for all enqueued operations.
     pub fn wait(&self) {
-        let last = self.last.lock().clone();
+        let last = self.0.last.lock().clone();
         if let Some(point) = last {
             point.wait();
         }
@@ -96,12 +102,57 @@ impl Line {
     /// Runs a host-blocking operation on the calling thread, behind all enqueued ones.
     pub fn run<T>(&self, run: impl FnOnce(&mut Channel) -> Outcome<T>) -> Outcome<T> {
         self.wait();
-        run(&mut self.channel.lock())
+        run(&mut self.0.channel.lock())
     }
 
     /// Ends the line for the peers, with a reason.
     pub fn trip(&self, text: &str) {
-        self.breaker.trip(text);
+        self.0.breaker.trip(text);
+    }
+
+    /// Refuses operations from now on, also those of graphs.
+    pub fn close(&self) {
+        self.0.closed.store(true, Ordering::SeqCst);
+    }
+}
+
+impl LineState {
+    fn push(
+        self: &Arc<Self>,
+        stream: &Arc<Stream>,
+        mut after: Vec<Point>,
+        counter: Counter,
+        run: Operation,
+    ) -> Outcome<Point> {
+        if self.closed.load(Ordering::SeqCst) {
+            let text = "an operation of a communicator or EP group that has been destroyed";
+            return Err(Fault::both(cudaErrorInvalidResourceHandle, ncclInvalidUsage, text));
+        }
+        let state = Arc::clone(self);
+        let mut last = self.last.lock();
+        after.extend(last.iter().cloned());
+        let work = move |sticky: Option<&Fault>| {
+            if let Some(fault) = sticky {
+                state.breaker.trip(&fault.text);
+                return Ok(());
+            }
+            let mut channel = state.channel.lock();
+            let done = crate::fault::contain(|| run(&mut channel));
+            if let Err(fault) = &done {
+                channel.fail(fault);
+                state.status.error.lock().get_or_insert_with(|| fault.clone());
+                if state.status.aborted.load(Ordering::SeqCst) {
+                    // The caller asked for the end of the operation; the device stays usable.
+                    return Ok(());
+                }
+                set_last_error(&fault.text);
+            }
+            done
+        };
+        let point = stream.push(after, Arc::new(work))?;
+        *last = Some(point.clone());
+        stats::count(counter);
+        Ok(point)
     }
 }
 
@@ -118,30 +169,89 @@ pub struct Comm {
     pub line: Line,
     /// Its health.
     pub status: Arc<Status>,
-    windows: Mutex<HashMap<usize, Box<Window>>>,
+    windows: Mutex<HashMap<usize, Arc<Window>>>,
+    symmetric_windows: AtomicU64,
 }
 
 /// Memory registered with a communicator.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub struct Window {
     base: usize,
     bytes: usize,
+    /// What a collective registration adds.
+    symmetric: Option<Symmetric>,
+}
+
+/// The same window on every rank.
+#[derive(Debug)]
+struct Symmetric {
+    /// Counts the collective registrations of the communicator.
+    number: u64,
+    by_rank: Vec<PeerMemory>,
+}
+
+/// A rank's part of a window.
+#[derive(Debug)]
+struct PeerMemory {
+    /// Its allocation; nothing for the own rank.
+    map: Option<Mapping>,
+    /// Address of the window in this process.
+    base: usize,
+    bytes: usize,
+}
+
+impl Window {
+    /// The number of the collective registration; nothing for a window that peers cannot reach.
+    pub fn number(&self) -> Option<u64> {
+        self.symmetric.as_ref().map(|symmetric| symmetric.number)
+    }
+
+    /// The bytes from `offset` to the end of a rank's part.
+    pub fn part(&self, rank: usize, offset: usize) -> Outcome<Span> {
+        let part = self.symmetric.as_ref().map(|symmetric| &symmetric.by_rank[rank]);
+        match part {
+            Some(part) if offset <= part.bytes => {
+                // The mapping is what keeps the address valid.
+                debug_assert!(part.map.as_ref().is_none_or(|map| map.byte_len() >= part.bytes));
+                // SAFETY: this part of the peer's allocation is mapped for as long as the window lives, and ranks touch
+                // it only between the barriers of an operation.
+                unsafe { Span::new((part.base + offset) as *const c_void, part.bytes - offset) }
+            }
+            _ => {
+                let text = format!("offset {offset} is outside the window of rank {rank}");
+                Err(Fault::both(cudaErrorIllegalAddress, ncclInvalidArgument, text))
+            }
+        }
+    }
 }
 
 static COMMS: LazyLock<Mutex<HashMap<usize, Arc<Comm>>>> = LazyLock::new(Mutex::default);
 static LAST_ERROR: Mutex<String> = Mutex::new(String::new());
 
-/// A communicator creation that waits for `ncclGroupEnd`.
-struct Deferred {
-    out: usize,
+/// A communicator to create.
+struct Creation {
     id: ncclUniqueId,
     ranks: i32,
     rank: i32,
     device: &'static Device,
 }
 
+/// A collective set-up call that waits for `ncclGroupEnd`; it writes its result through the caller's pointer.
+type Deferred = Box<dyn FnOnce() -> Outcome<()> + Send>;
+
 thread_local! {
     static GROUP: RefCell<(u32, Vec<Deferred>)> = const { RefCell::new((0, Vec::new())) };
+}
+
+/// Does a collective set-up now, or when the group of the calling thread ends.
+fn now_or_at_group_end(job: impl FnOnce() -> Outcome<()> + Send + 'static) -> Outcome<()> {
+    let mut job: Option<Deferred> = Some(Box::new(job));
+    GROUP.with_borrow_mut(|(depth, list)| {
+        if *depth > 0 {
+            list.extend(job.take());
+        }
+    });
+    job.map_or(Ok(()), |job| job())
 }
 
 /// Remembers the text that `ncclGetLastError` returns.
@@ -204,19 +314,13 @@ impl Comm {
         }
         let device = device::make_current();
         device.check()?;
-        let deferred = Deferred { out: out as usize, id, ranks, rank, device };
-        let alone = GROUP.with_borrow_mut(|(depth, list)| {
-            if *depth > 0 {
-                list.push(deferred);
-                None
-            } else {
-                Some(deferred)
-            }
-        });
-        alone.map_or(Ok(()), |deferred| {
-            let comm = deferred.create()?;
-            // SAFETY: the caller vouches for `out`.
-            unsafe { out.write(comm as ncclComm_t) };
+        graph::refuse_unsafe("ncclCommInitRank")?;
+        let creation = Creation { id, ranks, rank, device };
+        let out = out as usize;
+        now_or_at_group_end(move || {
+            let comm = creation.create()?;
+            // SAFETY: the caller vouches for `out`, inside a group until it ends.
+            unsafe { (out as *mut ncclComm_t).write(comm as ncclComm_t) };
             Ok(())
         })
     }
@@ -236,6 +340,7 @@ impl Comm {
     /// `ncclCommDestroy` and `ncclCommAbort`.
     pub fn close(handle: ncclComm_t, function: &str, abort: bool) -> Outcome<()> {
         let comm = Self::resolve(handle, function)?;
+        graph::refuse_unsafe(function)?;
         if abort {
             comm.status.aborted.store(true, Ordering::SeqCst);
             for breaker in &*comm.status.breakers.lock() {
@@ -243,6 +348,7 @@ impl Comm {
             }
         }
         comm.line.run(|_| Ok(()))?;
+        comm.line.close();
         if COMMS.lock().remove(&(handle as usize)).is_some() {
             stats::count(|s| &s.comms_destroyed);
         }
@@ -258,37 +364,106 @@ impl Comm {
         }
     }
 
-    /// Registers memory; local, as nothing here reads a peer's windows.
-    pub fn register(&self, base: *mut c_void, bytes: usize, flags: i32) -> Outcome<ncclWindow_t> {
+    /// Registers memory and writes the window to `out`: with `NCCL_WIN_COLL_SYMMETRIC` collective and mapped by the
+    /// peers, inside a group when it ends; without it local.
+    ///
+    /// # Safety
+    ///
+    /// `out` must be writable, inside a group until it ends.
+    pub unsafe fn register(
+        self: &Arc<Self>,
+        base: *mut c_void,
+        bytes: usize,
+        flags: i32,
+        out: *mut ncclWindow_t,
+    ) -> Outcome<()> {
         let known = (NCCL_WIN_COLL_SYMMETRIC | NCCL_WIN_STRICT_ORDERING) as i32;
         if flags & !known != 0 {
             return Err(usage(format!("ncclCommWindowRegister: unknown flags {flags:#x}")));
         }
-        if base.is_null() || bytes == 0 {
-            return Err(usage(format!("ncclCommWindowRegister: {bytes} bytes at {base:p}")));
+        if base.is_null() || bytes == 0 || out.is_null() {
+            return Err(usage(format!("ncclCommWindowRegister: {bytes} bytes at {base:p}, result at {out:p}")));
         }
         if !(base as usize).is_multiple_of(NCCL_WIN_REQUIRED_ALIGNMENT as usize) {
             let text =
                 format!("ncclCommWindowRegister: {base:p} is not aligned to {NCCL_WIN_REQUIRED_ALIGNMENT} bytes");
             return Err(usage(text));
         }
-        match memory::find(base as usize) {
+        let memory = match memory::find(base as usize) {
             Some(memory) if base as usize + bytes > memory.base + memory.bytes => {
-                Err(usage(format!("ncclCommWindowRegister: {bytes} bytes at {base:p} leave their allocation")))
+                let text = format!("ncclCommWindowRegister: {bytes} bytes at {base:p} leave their allocation");
+                return Err(usage(text));
             }
-            Some(memory) if memory.kind == memory::Kind::Nccl => {
-                let window = Box::new(Window { base: base as usize, bytes });
-                let handle = std::ptr::from_ref(&*window) as usize;
-                self.windows.lock().insert(handle, window);
-                Ok(handle as ncclWindow_t)
-            }
-            _ => Err(usage(format!("ncclCommWindowRegister: {base:p} was not allocated by ncclMemAlloc"))),
+            Some(memory) if memory.kind == memory::Kind::Nccl => memory,
+            _ => return Err(usage(format!("ncclCommWindowRegister: {base:p} was not allocated by ncclMemAlloc"))),
+        };
+        let (base, out, comm) = (base as usize, out as usize, Arc::clone(self));
+        let register = move |symmetric: Option<Symmetric>| {
+            let window = Arc::new(Window { base, bytes, symmetric });
+            let handle = Arc::as_ptr(&window) as usize;
+            comm.windows.lock().insert(handle, window);
+            // SAFETY: the caller vouches for `out`, inside a group until it ends.
+            unsafe { (out as *mut ncclWindow_t).write(handle as ncclWindow_t) };
+            Ok(())
+        };
+        if flags & NCCL_WIN_COLL_SYMMETRIC as i32 == 0 {
+            return register(None);
         }
+        let comm = Arc::clone(self);
+        now_or_at_group_end(move || register(Some(comm.meet_windows(&memory, base, bytes)?)))
+    }
+
+    /// Tells the peers where the own part of a window is, and maps theirs.
+    fn meet_windows(&self, memory: &memory::Allocation, base: usize, bytes: usize) -> Outcome<Symmetric> {
+        const FUNCTION: &str = "ncclCommWindowRegister";
+        let file = memory::shared_file(memory.base)
+            .ok_or_else(|| usage(format!("{FUNCTION}: {base:#x} was freed meanwhile")))?;
+        let own = [std::process::id() as usize, file as usize, memory.bytes, base - memory.base, bytes]
+            .map(usize::to_ne_bytes);
+        self.line.run(|channel| {
+            let own = own.as_flattened();
+            channel.stage(own.len())?.copy_from_slice(own);
+            channel.exchange(FUNCTION, [0; 4], own.len())?;
+            let mapped = (0..channel.ranks())
+                .map(|rank| {
+                    let words = channel.offer(rank)?.bytes.as_chunks::<{ size_of::<usize>() }>().0;
+                    let words: Vec<usize> = words.iter().map(|word| usize::from_ne_bytes(*word)).collect();
+                    let [pid, file, total, offset, bytes] = words[..] else {
+                        return Err(Fault::nccl(
+                            ncclInternalError,
+                            format!("{FUNCTION}: rank {rank} offered too little"),
+                        ));
+                    };
+                    if rank == channel.rank() {
+                        return Ok(PeerMemory { map: None, base, bytes });
+                    }
+                    let map = sys::open_fd_of(pid as u32, file as u32)
+                        .and_then(|fd| Mapping::shared(fd.as_fd(), total))
+                        .map_err(|error| {
+                            let text = format!("{FUNCTION}: cannot map {total} bytes of rank {rank}: {error}");
+                            Fault::nccl(ncclSystemError, text)
+                        })?;
+                    let base = map.base() as usize + offset;
+                    Ok(PeerMemory { map: Some(map), base, bytes })
+                })
+                .collect::<Outcome<Vec<_>>>();
+            let by_rank = mapped.inspect_err(|fault| channel.fail(fault))?;
+            // From here on a rank may free its memory: everyone has it mapped.
+            channel.exchange(&format!("{FUNCTION}: mapped"), [0; 4], 0)?;
+            Ok(Symmetric { number: self.symmetric_windows.fetch_add(1, Ordering::Relaxed) + 1, by_rank })
+        })
+    }
+
+    /// The window that a handle names.
+    pub fn window(&self, handle: usize) -> Outcome<Arc<Window>> {
+        let found = self.windows.lock().get(&handle).cloned();
+        found.ok_or_else(|| usage(format!("{handle:#x} is not a window of the group's communicator")))
     }
 
     /// Ends a registration.
     pub fn deregister(&self, window: ncclWindow_t) -> Outcome<()> {
-        match self.windows.lock().remove(&(window as usize)) {
+        let removed = self.windows.lock().remove(&(window as usize));
+        match removed {
             Some(_) => Ok(()),
             None => Err(usage(format!("ncclCommWindowDeregister: {window:p} is not a window of this communicator"))),
         }
@@ -296,10 +471,7 @@ impl Comm {
 
     /// Address of `bytes` bytes at `offset` in a registered window.
     pub fn window_address(&self, window: ncclWindow_t, offset: u64, bytes: usize) -> Outcome<*mut c_void> {
-        let windows = self.windows.lock();
-        let Some(window) = windows.get(&(window as usize)) else {
-            return Err(usage(format!("{window:p} is not a window of the group's communicator")));
-        };
+        let window = self.window(window as usize)?;
         let end = usize::try_from(offset).ok().and_then(|offset| offset.checked_add(bytes));
         match end {
             Some(end) if end <= window.bytes => Ok((window.base + end - bytes) as *mut c_void),
@@ -310,11 +482,10 @@ impl Comm {
     fn collective(
         &self,
         stream: &Arc<Stream>,
-        run: impl FnOnce(&mut Channel) -> Outcome<()> + Send + 'static,
+        spans: &[Span],
+        run: impl Fn(&mut Channel) -> Outcome<()> + Send + Sync + 'static,
     ) -> Outcome<()> {
-        self.line.enqueue(stream, run)?;
-        stats::count(|s| &s.collectives);
-        Ok(())
+        self.line.enqueue(stream, |s| &s.collectives, spans, run)
     }
 
     fn checked_bytes(function: &str, count: usize, datatype: ncclDataType_t) -> Outcome<usize> {
@@ -344,7 +515,7 @@ impl Comm {
         // SAFETY: the caller vouches for `receive`.
         let receive = unsafe { span("ncclAllGather", "recvbuff", receive, total) }?;
         let what = format!("ncclAllGather(sendcount={count}, datatype={})", dtype::name(datatype));
-        self.collective(stream, move |channel| {
+        self.collective(stream, &[send, receive], move |channel| {
             send.read(0, channel.stage(bytes)?);
             channel.exchange(&what, [0; 4], bytes)?;
             for rank in 0..channel.ranks() {
@@ -380,7 +551,7 @@ impl Comm {
         // SAFETY: the caller vouches for `receive`.
         let receive = unsafe { span("ncclAllReduce", "recvbuff", receive, bytes) }?;
         let what = format!("ncclAllReduce(count={count}, datatype={}, op={reduction:?})", dtype::name(datatype));
-        self.collective(stream, move |channel| {
+        self.collective(stream, &[send, receive], move |channel| {
             send.read(0, channel.stage(bytes)?);
             channel.exchange(&what, [0; 4], bytes)?;
             let inputs =
@@ -417,7 +588,7 @@ impl Comm {
         // SAFETY: the caller vouches for `receive`.
         let receive = unsafe { span("ncclBroadcast", "recvbuff", receive, bytes) }?;
         let what = format!("ncclBroadcast(count={count}, datatype={}, root={root})", dtype::name(datatype));
-        self.collective(stream, move |channel| {
+        self.collective(stream, &[send, receive], move |channel| {
             send.read(0, channel.stage(send.byte_len())?);
             channel.exchange(&what, [0; 4], send.byte_len())?;
             receive.write(0, channel.offer(root)?.bytes);
@@ -434,7 +605,7 @@ unsafe fn span(function: &str, argument: &str, pointer: *const c_void, bytes: us
     unsafe { Span::new(pointer, bytes) }.map_err(|fault| usage(format!("{function}: {argument}: {}", fault.text)))
 }
 
-impl Deferred {
+impl Creation {
     fn create(&self) -> Outcome<usize> {
         let path = rendezvous_path(&self.id)?;
         let (rank, ranks) = (self.rank as usize, self.ranks as usize);
@@ -448,6 +619,7 @@ impl Deferred {
             line: Line::new(channel, Arc::clone(&status)),
             status,
             windows: Mutex::default(),
+            symmetric_windows: AtomicU64::new(0),
         });
         let handle = Arc::as_ptr(&comm) as usize;
         COMMS.lock().insert(handle, comm);
@@ -461,7 +633,7 @@ pub fn group_start() {
     GROUP.with_borrow_mut(|(depth, _)| *depth += 1);
 }
 
-/// `ncclGroupEnd`: the communicators of the group are created at the same time, each on a thread of its own.
+/// `ncclGroupEnd`: communicators and windows of the group are set up at the same time, each on a thread of its own.
 pub fn group_end() -> Outcome<()> {
     let jobs = GROUP.with_borrow_mut(|(depth, list)| {
         if *depth == 0 {
@@ -470,8 +642,8 @@ pub fn group_end() -> Outcome<()> {
         *depth -= 1;
         Ok(if *depth == 0 { std::mem::take(list) } else { Vec::new() })
     })?;
-    let results: Vec<Outcome<usize>> = std::thread::scope(|scope| {
-        let threads: Vec<_> = jobs.iter().map(|job| scope.spawn(|| crate::fault::contain(|| job.create()))).collect();
+    let results: Vec<Outcome<()>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = jobs.into_iter().map(|job| scope.spawn(|| crate::fault::contain(job))).collect();
         threads
             .into_iter()
             .map(|thread| {
@@ -479,13 +651,5 @@ pub fn group_end() -> Outcome<()> {
             })
             .collect()
     });
-    let mut outcome = Ok(());
-    for (job, result) in jobs.iter().zip(results) {
-        match result {
-            // SAFETY: `init_rank`'s caller vouched for the address until the group ends.
-            Ok(comm) => unsafe { (job.out as *mut ncclComm_t).write(comm as ncclComm_t) },
-            Err(fault) => outcome = Err(fault),
-        }
-    }
-    outcome
+    results.into_iter().rev().find(Result::is_err).unwrap_or(Ok(()))
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use nvte_ep_bindings::*;
 
 use crate::fault::{Fault, Outcome};
+use crate::graph;
 use crate::memory::{self, Kind, Span};
 use crate::stream::Stream;
 
@@ -52,20 +53,21 @@ pub unsafe fn copy(
     }
     let to_place = place(to.address(), matches!(kind, cudaMemcpyHostToDevice | cudaMemcpyDeviceToDevice));
     let from_place = place(from.address(), matches!(kind, cudaMemcpyDeviceToHost | cudaMemcpyDeviceToDevice));
-    if !wait && from_place == Place::Pageable && to_place != Place::Pageable {
+    // A graph reads pageable memory each time that it is launched.
+    let captured = graph::is_capturing(stream);
+    if !captured && !wait && from_place == Place::Pageable && to_place != Place::Pageable {
         let content = from.view(0, bytes).to_vec();
-        return stream
-            .enqueue(Vec::new(), move || {
-                to.write(0, &content);
-                Ok(())
-            })
-            .map(drop);
+        let run = move || {
+            to.write(0, &content);
+            Ok(())
+        };
+        return stream.enqueue(&[to], run).map(drop);
     }
-    let done = stream.enqueue(Vec::new(), move || {
+    let done = stream.enqueue(&[to, from], move || {
         to.copy_from(&from);
         Ok(())
     })?;
-    if wait || to_place == Place::Pageable {
+    if let Some(done) = done.filter(|_| wait || to_place == Place::Pageable) {
         done.wait();
         stream.device().check()?;
     }
@@ -81,14 +83,14 @@ pub unsafe fn fill(target: *mut c_void, pattern: &[u8], bytes: usize, stream: &A
     // SAFETY: the caller vouches for the range.
     let to = unsafe { Span::new(target, bytes) }?;
     let pattern = pattern.to_vec();
-    let done = stream.enqueue(Vec::new(), move || {
+    let done = stream.enqueue(&[to], move || {
         match *pattern {
             [value] => to.fill(0, bytes, value),
             _ => to.write(0, &pattern.repeat(bytes / pattern.len())),
         }
         Ok(())
     })?;
-    if wait {
+    if let Some(done) = done.filter(|_| wait) {
         done.wait();
         stream.device().check()?;
     }
@@ -100,11 +102,12 @@ pub fn free_async(pointer: *mut c_void, stream: &Arc<Stream>) -> Outcome<()> {
     if pointer.is_null() {
         return Ok(());
     }
+    graph::refuse_on_captured(stream, "freeing memory in stream order")?;
     let allocation = memory::forget(pointer as usize, Kind::on_device)?;
-    stream
-        .enqueue_always(Vec::new(), move |_| {
-            memory::release(allocation);
-            Ok(())
-        })
-        .map(drop)
+    // Once and whatever happened on the device.
+    let run = move |_: Option<&Fault>| {
+        memory::release(allocation);
+        Ok(())
+    };
+    stream.push(Vec::new(), std::sync::Arc::new(run)).map(drop)
 }

@@ -20,6 +20,7 @@ const CODES: &[Row] = &[
     (cudaErrorDeviceUninitialized, c"cudaErrorDeviceUninitialized", c"CUDA_ERROR_INVALID_CONTEXT", c"no valid context"),
     (cudaErrorOperatingSystem, c"cudaErrorOperatingSystem", c"CUDA_ERROR_OPERATING_SYSTEM", c"operating system call failed"),
     (cudaErrorInvalidResourceHandle, c"cudaErrorInvalidResourceHandle", c"CUDA_ERROR_INVALID_HANDLE", c"invalid resource handle"),
+    (cudaErrorIllegalState, c"cudaErrorIllegalState", c"CUDA_ERROR_ILLEGAL_STATE", c"the resource is not in a state for this operation"),
     (cudaErrorNotReady, c"cudaErrorNotReady", c"CUDA_ERROR_NOT_READY", c"not ready"),
     (cudaErrorIllegalAddress, c"cudaErrorIllegalAddress", c"CUDA_ERROR_ILLEGAL_ADDRESS", c"illegal memory access"),
     (cudaErrorLaunchTimeout, c"cudaErrorLaunchTimeout", c"CUDA_ERROR_LAUNCH_TIMEOUT", c"operation timed out"),
@@ -28,6 +29,15 @@ const CODES: &[Row] = &[
     (cudaErrorLaunchFailure, c"cudaErrorLaunchFailure", c"CUDA_ERROR_LAUNCH_FAILED", c"operation failed on the device"),
     (cudaErrorNotPermitted, c"cudaErrorNotPermitted", c"CUDA_ERROR_NOT_PERMITTED", c"operation not permitted"),
     (cudaErrorNotSupported, c"cudaErrorNotSupported", c"CUDA_ERROR_NOT_SUPPORTED", c"operation not supported"),
+    (cudaErrorStreamCaptureUnsupported, c"cudaErrorStreamCaptureUnsupported", c"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", c"operation not permitted when stream is capturing"),
+    (cudaErrorStreamCaptureInvalidated, c"cudaErrorStreamCaptureInvalidated", c"CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", c"operation failed due to a previous error during capture"),
+    (cudaErrorStreamCaptureMerge, c"cudaErrorStreamCaptureMerge", c"CUDA_ERROR_STREAM_CAPTURE_MERGE", c"operation would result in a merge of separate capture sequences"),
+    (cudaErrorStreamCaptureUnmatched, c"cudaErrorStreamCaptureUnmatched", c"CUDA_ERROR_STREAM_CAPTURE_UNMATCHED", c"capture was not ended in the same stream as it began"),
+    (cudaErrorStreamCaptureUnjoined, c"cudaErrorStreamCaptureUnjoined", c"CUDA_ERROR_STREAM_CAPTURE_UNJOINED", c"capturing stream has unjoined work"),
+    (cudaErrorStreamCaptureIsolation, c"cudaErrorStreamCaptureIsolation", c"CUDA_ERROR_STREAM_CAPTURE_ISOLATION", c"dependency created on uncaptured work in another stream"),
+    (cudaErrorStreamCaptureImplicit, c"cudaErrorStreamCaptureImplicit", c"CUDA_ERROR_STREAM_CAPTURE_IMPLICIT", c"operation would make the legacy stream depend on a capturing blocking stream"),
+    (cudaErrorCapturedEvent, c"cudaErrorCapturedEvent", c"CUDA_ERROR_CAPTURED_EVENT", c"operation not permitted on an event last recorded in a capturing stream"),
+    (cudaErrorStreamCaptureWrongThread, c"cudaErrorStreamCaptureWrongThread", c"CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD", c"attempt to terminate a thread-local capture sequence from another thread"),
     (cudaErrorUnknown, c"cudaErrorUnknown", c"CUDA_ERROR_UNKNOWN", c"unknown error"),
 ];
 

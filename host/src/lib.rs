@@ -6,6 +6,7 @@
 //! | [`surface`] | the exported C functions, one file an interface |
 //! | [`device`] | devices, contexts, attributes, sticky errors |
 //! | [`stream`] | streams and events: queues with worker threads |
+//! | [`graph`] | stream capture, graphs and their replay |
 //! | [`memory`], [`copy`] | tracked device and pinned memory; copies and fills |
 //! | [`channel`], [`sys`] | how ranks meet and exchange data through shared memory |
 //! | [`comm`], [`dtype`] | communicators, windows, collectives; element types |
@@ -27,6 +28,7 @@ pub mod dtype;
 pub mod ep;
 pub mod errors;
 pub mod fault;
+pub mod graph;
 pub mod memory;
 pub mod stats;
 pub mod stream;

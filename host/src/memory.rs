@@ -1,15 +1,17 @@
 //! Device and pinned memory: host allocations that are tracked, so that a pointer's kind and bounds are known.
 
 use std::alloc::{Layout, alloc, dealloc};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_void;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::LazyLock;
 
-use nvte_ep_bindings::{cudaErrorInvalidValue, cudaErrorMemoryAllocation};
+use nvte_ep_bindings::{cudaErrorIllegalAddress, cudaErrorInvalidValue, cudaErrorMemoryAllocation};
 use parking_lot::Mutex;
 
 use crate::fault::{Fault, Outcome};
-use crate::sys;
+use crate::sys::{self, Mapping};
 
 /// What fresh device memory holds, so that reads of unwritten memory are seen.
 pub const POISON: u8 = 0xCB;
@@ -19,7 +21,7 @@ pub const POISON: u8 = 0xCB;
 pub enum Kind {
     /// `cudaMalloc`, `cudaMallocAsync`, `cuMemAlloc`.
     Device,
-    /// `ncclMemAlloc`: device memory, page-aligned as windows require.
+    /// `ncclMemAlloc`: device memory in a file that peers can map, page-aligned as windows require.
     Nccl,
     /// `cudaMallocHost`, `cudaHostAlloc`.
     Pinned,
@@ -52,6 +54,13 @@ pub struct Allocation {
     pub device: i32,
 }
 
+/// Memory that peers can map.
+struct Shared {
+    fd: OwnedFd,
+    _map: Mapping,
+}
+
+static SHARED: LazyLock<Mutex<HashMap<usize, Shared>>> = LazyLock::new(Mutex::default);
 static ALLOCATIONS: Mutex<BTreeMap<usize, Allocation>> = Mutex::new(BTreeMap::new());
 
 fn layout(bytes: usize, kind: Kind) -> Outcome<Layout> {
@@ -71,15 +80,37 @@ pub fn allocate(bytes: usize, kind: Kind, device: i32) -> Outcome<*mut c_void> {
             format!("out of memory: {bytes} bytes asked for, {available} available on this machine"),
         ));
     }
-    let layout = layout(bytes, kind)?;
-    // SAFETY: the layout has a non-zero size.
-    let base = NonNull::new(unsafe { alloc(layout) })
-        .ok_or_else(|| Fault::cuda(cudaErrorMemoryAllocation, format!("out of memory: {bytes} bytes asked for")))?;
+    let base = if kind == Kind::Nccl { allocate_shared(bytes)? } else { allocate_private(bytes, kind)? };
     // SAFETY: the range was just allocated with this size.
     unsafe { base.write_bytes(if kind.on_device() { POISON } else { 0 }, bytes) };
     let address = base.as_ptr() as usize;
     ALLOCATIONS.lock().insert(address, Allocation { base: address, bytes, kind, device });
     Ok(base.as_ptr().cast())
+}
+
+fn allocate_private(bytes: usize, kind: Kind) -> Outcome<NonNull<u8>> {
+    let layout = layout(bytes, kind)?;
+    // SAFETY: the layout has a non-zero size.
+    NonNull::new(unsafe { alloc(layout) })
+        .ok_or_else(|| Fault::cuda(cudaErrorMemoryAllocation, format!("out of memory: {bytes} bytes asked for")))
+}
+
+fn allocate_shared(bytes: usize) -> Outcome<NonNull<u8>> {
+    let failed = |error: std::io::Error| {
+        let text = format!("out of shared memory: {bytes} bytes asked for: {error}");
+        Fault::cuda(cudaErrorMemoryAllocation, text)
+    };
+    let fd = sys::memfd("nvte-ep-window").map_err(failed)?;
+    sys::reserve(fd.as_fd(), bytes).map_err(failed)?;
+    let map = Mapping::shared(fd.as_fd(), bytes).map_err(failed)?;
+    let base = map.base();
+    SHARED.lock().insert(base as usize, Shared { fd, _map: map });
+    NonNull::new(base).ok_or_else(|| failed(std::io::Error::other("mapped at address zero")))
+}
+
+/// Descriptor number, in this process, of the file behind an `ncclMemAlloc` allocation that starts at `base`.
+pub fn shared_file(base: usize) -> Option<u32> {
+    SHARED.lock().get(&base).map(|shared| shared.fd.as_raw_fd() as u32)
 }
 
 /// Stops tracking the allocation that starts at `address`; the caller then owns the memory and calls [`release`].
@@ -101,7 +132,9 @@ pub fn forget(address: usize, accept: impl Fn(Kind) -> bool) -> Outcome<Allocati
 
 /// Returns the memory of an allocation obtained from [`forget`].
 pub fn release(allocation: Allocation) {
-    if let Ok(layout) = layout(allocation.bytes, allocation.kind) {
+    if allocation.kind == Kind::Nccl {
+        SHARED.lock().remove(&allocation.base);
+    } else if let Ok(layout) = layout(allocation.bytes, allocation.kind) {
         // SAFETY: base and layout are those of `allocate`, and `forget` handed out this allocation only once.
         unsafe { dealloc(allocation.base as *mut u8, layout) };
     }
@@ -126,6 +159,8 @@ pub fn device_usage() -> (u64, u64) {
 pub struct Span {
     address: usize,
     bytes: usize,
+    /// Whether it is inside memory that this library allocated.
+    tracked: bool,
 }
 
 impl Span {
@@ -137,19 +172,30 @@ impl Span {
     pub unsafe fn new(pointer: *const c_void, bytes: usize) -> Outcome<Self> {
         let address = pointer as usize;
         if bytes == 0 {
-            return Ok(Self { address: 0, bytes: 0 });
+            return Ok(Self { address: 0, bytes: 0, tracked: false });
         }
         if pointer.is_null() {
             return Err(Fault::cuda(cudaErrorInvalidValue, "null pointer"));
         }
-        if let Some(allocation) = find(address) {
+        let allocation = find(address);
+        if let Some(allocation) = allocation {
             let room = allocation.base + allocation.bytes - address;
             if bytes > room {
                 let text = format!("{bytes} bytes at {address:#x}, but the allocation ends after {room}");
                 return Err(Fault::cuda(cudaErrorInvalidValue, text));
             }
         }
-        Ok(Self { address, bytes })
+        Ok(Self { address, bytes, tracked: allocation.is_some() })
+    }
+
+    /// Fails if the range was in an allocation and no longer is.
+    pub fn check_live(&self) -> Outcome<()> {
+        let end = self.address + self.bytes;
+        if self.tracked && find(self.address).is_none_or(|there| end > there.base + there.bytes) {
+            let text = format!("{} bytes at {:#x}, which the graph uses, have been freed", self.bytes, self.address);
+            return Err(Fault::cuda(cudaErrorIllegalAddress, text));
+        }
+        Ok(())
     }
 
     /// Bytes in the range.

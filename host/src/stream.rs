@@ -17,6 +17,8 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::device::{self, Device};
 use crate::fault::{Fault, Outcome, contain};
+use crate::graph::{self, Action, Mark};
+use crate::memory::Span;
 use crate::sys;
 
 /// The handle that names the legacy NULL stream explicitly.
@@ -35,8 +37,8 @@ pub enum Kind {
     NonBlocking,
 }
 
-/// Work for a stream; it is told the sticky error when the device already has one.
-type Run = Box<dyn FnOnce(Option<&Fault>) -> Outcome<()> + Send>;
+/// Work for a stream; it is told the sticky error when the device already has one. Graphs run it again and again.
+pub type Run = Arc<dyn Fn(Option<&Fault>) -> Outcome<()> + Send + Sync>;
 
 struct Work {
     after: Vec<Point>,
@@ -159,11 +161,13 @@ impl Stream {
         let stream = STREAMS.lock().remove(&(handle as usize)).ok_or_else(|| {
             Fault::cuda(cudaErrorInvalidResourceHandle, format!("{handle:p} is not a stream that can be destroyed"))
         })?;
+        graph::abandon(&stream);
         stream.close();
         Ok(())
     }
 
-    fn close(self: &Arc<Self>) {
+    /// Ends the worker after the work that is left.
+    pub fn close(self: &Arc<Self>) {
         let worker = {
             let mut queue = self.queue.lock();
             queue.closing = true;
@@ -185,21 +189,35 @@ impl Stream {
         Point { stream: Arc::clone(self), sequence: self.queue.lock().enqueued }
     }
 
-    /// Enqueues `run` behind everything in the stream and behind `after`; it is passed over after a sticky error.
-    pub fn enqueue(
-        self: &Arc<Self>,
-        after: Vec<Point>,
-        run: impl FnOnce() -> Outcome<()> + Send + 'static,
-    ) -> Outcome<Point> {
-        self.enqueue_always(after, |sticky| if sticky.is_none() { run() } else { Ok(()) })
+    /// How the stream relates to the NULL stream.
+    pub fn kind(&self) -> Kind {
+        self.kind
     }
 
-    /// As [`Stream::enqueue`], but `run` is called after a sticky error too, and told of it.
-    pub fn enqueue_always(
+    /// Enqueues `run` behind everything in the stream, or records it if the stream is captured; it is passed over after a
+    /// sticky error. `spans` names the callers' memory that it uses.
+    ///
+    /// Gives the place in the stream, and nothing for recorded work.
+    pub fn enqueue(
         self: &Arc<Self>,
-        mut after: Vec<Point>,
-        run: impl FnOnce(Option<&Fault>) -> Outcome<()> + Send + 'static,
-    ) -> Outcome<Point> {
+        spans: &[Span],
+        run: impl Fn() -> Outcome<()> + Send + Sync + 'static,
+    ) -> Outcome<Option<Point>> {
+        let run: Run = Arc::new(move |sticky| if sticky.is_none() { run() } else { Ok(()) });
+        let action = || {
+            let run = Arc::clone(&run);
+            Action {
+                enqueue: Arc::new(move |stream, after| stream.push(after, Arc::clone(&run))),
+                spans: spans.to_vec(),
+                breaker: None,
+            }
+        };
+        if graph::record(self, action)? { Ok(None) } else { self.push(Vec::new(), run).map(Some) }
+    }
+
+    /// Enqueues work behind everything in the stream and behind `after`, captured or not; it is called after a sticky
+    /// error too, and told of it.
+    pub fn push(self: &Arc<Self>, mut after: Vec<Point>, run: Run) -> Outcome<Point> {
         // Taken before the device's lock, which it takes itself on first use.
         let legacy = self.device.legacy();
         let streams = self.device.streams.lock();
@@ -219,13 +237,14 @@ impl Stream {
             queue.worker = true;
         }
         queue.enqueued += 1;
-        queue.work.push_back(Work { after, run: Box::new(run) });
+        queue.work.push_back(Work { after, run });
         self.arrival.notify_one();
         Ok(Point { stream: Arc::clone(self), sequence: queue.enqueued })
     }
 
     /// Waits for the work enqueued so far; on the NULL stream that includes all blocking streams.
     pub fn synchronize(self: &Arc<Self>) -> Outcome<()> {
+        graph::refuse_stream_wait(self, "a wait for a stream")?;
         for tail in self.tails() {
             tail.wait();
         }
@@ -234,6 +253,7 @@ impl Stream {
 
     /// Fails with `cudaErrorNotReady` while work is left.
     pub fn query(self: &Arc<Self>) -> Outcome<()> {
+        graph::refuse_stream_wait(self, "a question about a stream")?;
         if self.tails().iter().all(Point::reached) {
             self.device.check()
         } else {
@@ -286,13 +306,20 @@ impl Stream {
 #[derive(Debug)]
 pub struct Event {
     timing: bool,
-    record: Mutex<Option<Record>>,
+    record: Mutex<Record>,
 }
 
+/// Where an event was last recorded.
 #[derive(Clone, Debug)]
-struct Record {
-    point: Point,
-    time: Arc<Mutex<Option<Instant>>>,
+enum Record {
+    Never,
+    /// In a stream.
+    At {
+        point: Point,
+        time: Arc<Mutex<Option<Instant>>>,
+    },
+    /// In a capture.
+    Captured(Mark),
 }
 
 impl Event {
@@ -308,7 +335,7 @@ impl Event {
                 "interprocess events are not supported by the host runtime",
             ));
         }
-        let event = Arc::new(Event { timing: flags & cudaEventDisableTiming == 0, record: Mutex::new(None) });
+        let event = Arc::new(Event { timing: flags & cudaEventDisableTiming == 0, record: Mutex::new(Record::Never) });
         let handle = Arc::as_ptr(&event) as usize;
         EVENTS.lock().insert(handle, event);
         Ok(handle as CUevent)
@@ -330,32 +357,49 @@ impl Event {
 
     /// Puts the event at the end of a stream.
     pub fn record(&self, stream: &Arc<Stream>) -> Outcome<()> {
+        if let Some(mark) = graph::mark(stream)? {
+            *self.record.lock() = Record::Captured(mark);
+            return Ok(());
+        }
         let time = Arc::new(Mutex::new(None));
         let stamp = Arc::clone(&time);
-        let point = stream.enqueue(Vec::new(), move || {
-            *stamp.lock() = Some(Instant::now());
+        let run: Run = Arc::new(move |sticky| {
+            if sticky.is_none() {
+                *stamp.lock() = Some(Instant::now());
+            }
             Ok(())
-        })?;
-        *self.record.lock() = Some(Record { point, time });
+        });
+        let point = stream.push(Vec::new(), run)?;
+        *self.record.lock() = Record::At { point, time };
         Ok(())
-    }
-
-    /// Where the event was last recorded.
-    pub fn point(&self) -> Option<Point> {
-        self.record.lock().as_ref().map(|record| record.point.clone())
     }
 
     /// Makes a stream wait for the event as last recorded; without a record that is nothing.
     pub fn hold_back(&self, stream: &Arc<Stream>) -> Outcome<()> {
-        match self.point() {
-            Some(point) => stream.enqueue(vec![point], || Ok(())).map(drop),
-            None => Ok(()),
+        let record = self.record.lock().clone();
+        match record {
+            Record::Captured(mark) => graph::join(stream, &mark),
+            Record::Never => graph::refuse_outside_event(stream, false),
+            Record::At { point, .. } => {
+                graph::refuse_outside_event(stream, true)?;
+                stream.push(vec![point], Arc::new(|_: Option<&Fault>| Ok(()))).map(drop)
+            }
+        }
+    }
+
+    /// The point at which the event happens, for a wait or question that captures may forbid.
+    fn point(&self, what: &str) -> Outcome<Option<Point>> {
+        let record = self.record.lock().clone();
+        match record {
+            Record::Captured(mark) => Err(graph::captured_event(&mark, true)),
+            Record::Never => graph::refuse_unsafe(what).map(|()| None),
+            Record::At { point, .. } => graph::refuse_unsafe(what).map(|()| Some(point)),
         }
     }
 
     /// Waits for the event.
     pub fn synchronize(&self) -> Outcome<()> {
-        if let Some(point) = self.point() {
+        if let Some(point) = self.point("a wait for an event")? {
             point.wait();
         }
         device::selected().check()
@@ -363,7 +407,7 @@ impl Event {
 
     /// Fails with `cudaErrorNotReady` while the event has not happened.
     pub fn query(&self) -> Outcome<()> {
-        match self.point() {
+        match self.point("a question about an event")? {
             Some(point) if !point.reached() => Err(Fault::cuda(cudaErrorNotReady, "the event has not happened yet")),
             _ => device::selected().check(),
         }
@@ -374,14 +418,18 @@ impl Event {
         let mut times = [None; 2];
         for (event, time) in [start, self].into_iter().zip(&mut times) {
             let record = event.record.lock().clone();
-            let Some(record) = record.filter(|_| event.timing) else {
-                let text = "the event was never recorded or was created without timing";
-                return Err(Fault::cuda(cudaErrorInvalidResourceHandle, text));
+            let (point, stamp) = match record {
+                Record::Captured(mark) => return Err(graph::captured_event(&mark, false)),
+                Record::At { point, time } if event.timing => (point, time),
+                _ => {
+                    let text = "the event was never recorded or was created without timing";
+                    return Err(Fault::cuda(cudaErrorInvalidResourceHandle, text));
+                }
             };
-            if !record.point.reached() {
+            if !point.reached() {
                 return Err(Fault::cuda(cudaErrorNotReady, "an event has not happened yet"));
             }
-            *time = *record.time.lock();
+            *time = *stamp.lock();
         }
         match times {
             [Some(start), Some(end)] if end >= start => Ok((end - start).as_secs_f32() * 1e3),

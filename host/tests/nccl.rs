@@ -96,6 +96,42 @@ fn a_group_creates_several_communicators_from_one_thread() {
     assert_eq!(unsafe { ncclGroupEnd() }, ncclInvalidUsage);
 }
 
+#[test]
+fn a_group_registers_windows_of_several_communicators_from_one_thread() {
+    let id = unique_id();
+    let mut comms = [ptr::null_mut(); 2];
+    // SAFETY: no preconditions.
+    nccl_ok(unsafe { ncclGroupStart() });
+    for (rank, comm) in comms.iter_mut().enumerate() {
+        // SAFETY: the result pointers live beyond the end of the group.
+        nccl_ok(unsafe { ncclCommInitRank(&raw mut *comm, 2, id, rank as i32) });
+    }
+    // SAFETY: the result pointers are still valid.
+    nccl_ok(unsafe { ncclGroupEnd() });
+    let mut memory = ptr::null_mut();
+    // SAFETY: the result pointer is ours.
+    nccl_ok(unsafe { ncclMemAlloc(&raw mut memory, 8192) });
+    let mut windows = [ptr::null_mut(); 2];
+    // SAFETY: no preconditions.
+    nccl_ok(unsafe { ncclGroupStart() });
+    for (rank, (comm, window)) in comms.iter().zip(&mut windows).enumerate() {
+        let base = memory.wrapping_byte_add(4096 * rank);
+        // SAFETY: the result pointers live beyond the end of the group.
+        nccl_ok(unsafe { ncclCommWindowRegister(*comm, base, 4096, &raw mut *window, 1) });
+        assert!(window.is_null(), "registered before the group ends");
+    }
+    // SAFETY: the result pointers are still valid.
+    nccl_ok(unsafe { ncclGroupEnd() });
+    for (comm, window) in comms.into_iter().zip(windows) {
+        // SAFETY: no preconditions; an unknown window would be refused.
+        nccl_ok(unsafe { ncclCommWindowDeregister(comm, window) });
+        // SAFETY: no preconditions.
+        nccl_ok(unsafe { ncclCommDestroy(comm) });
+    }
+    // SAFETY: nobody uses the memory any more.
+    nccl_ok(unsafe { ncclMemFree(memory) });
+}
+
 /// Two callers with these (rank, ranks) meet; gives their results.
 fn meet(callers: [(i32, i32); 2]) -> Vec<u32> {
     let id = unique_id();

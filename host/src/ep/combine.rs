@@ -2,6 +2,7 @@
 //!
 //! Two levels, as NCCL EP does it within one load/store domain: the expert's rank sums a token's rows over its local
 //! experts in FP32 and rounds to the token type; the token's rank sums those partial rows over ranks in FP32 and rounds.
+//! With zero copy the first sum is written over the token's first row in the caller's window, where the peers read it.
 
 use std::sync::Arc;
 
@@ -9,15 +10,16 @@ use nvte_ep_bindings::*;
 
 use crate::channel::Channel;
 use crate::dtype::{self, TokenType};
-use crate::ep::desc::{self, Tensor, invalid};
+use crate::ep::desc::{self, Place, Tensor, invalid};
 use crate::ep::dispatch::{check_limits, check_tokens};
 use crate::ep::handle::{Arrivals, Handle};
 use crate::fault::{Fault, Outcome};
 use crate::memory::Span;
-use crate::stats;
 use crate::stream::Stream;
 
 const FUNCTION: &str = "ncclEpCombine";
+/// Most rows of a token on a rank where duplicates are summed in place.
+const MAX_DUPLICATES: usize = 8;
 
 struct Combine {
     handle: Arc<Handle>,
@@ -27,6 +29,8 @@ struct Combine {
     row_bytes: usize,
     input: Span,
     input_rows: usize,
+    /// With zero copy, where the input is on every rank.
+    place: Option<Place>,
     output: Span,
     /// BWD: gradients by row, gradients by token, index width.
     weights: Option<(Span, Span, usize)>,
@@ -119,13 +123,15 @@ pub unsafe fn combine(
     if tokens != prepared {
         return Err(result.wrong(format!("must have the {prepared} rows of UpdateHandle's topk_idx")));
     }
+    let place = if group.zero_copy { Some(rows.expect_window(&group.comm)?) } else { None };
     let width = handle.prepared.lock().index_width;
     let what = format!(
-        "{FUNCTION}(pass={}, hidden={}, datatype={}, num_topk={})",
+        "{FUNCTION}(pass={}, hidden={}, datatype={}, num_topk={}{})",
         if forward { "FWD" } else { "BWD" },
         rows.shape[1],
         dtype::name(rows.datatype),
         handle.top_k,
+        place.as_ref().map_or_else(String::new, |place| format!(", {place}")),
     );
     let combine = Combine {
         handle: Arc::clone(&handle),
@@ -134,23 +140,23 @@ pub unsafe fn combine(
         row_bytes,
         input: rows.span,
         input_rows,
+        place,
         output: result.span,
         weights: weights.map(|(by_row, by_token)| (by_row, by_token, width)),
         what,
     };
-    group.line.enqueue(stream, move |channel| combine.run(channel))?;
-    stats::count(|s| &s.combines);
+    group.line.enqueue(stream, |s| &s.combines, &combine.spans(), move |channel| combine.run(channel))?;
     Ok(())
 }
 
 impl Combine {
     fn run(&self, channel: &mut Channel) -> Outcome<()> {
-        let (received, bytes) = self.stage(channel)?;
-        channel.exchange(&self.what, [received as u64, 0, 0, 0], bytes)?;
+        let arrivals = Arrivals::read(&self.handle, FUNCTION)?;
+        self.check(&arrivals)?;
+        let head = self.offer(channel, &arrivals)?;
 
-        let handle = &self.handle;
-        let (ranks, top_k) = (channel.ranks(), handle.top_k);
-        let memory = &handle.memory;
+        let (ranks, top_k) = (channel.ranks(), self.handle.top_k);
+        let memory = &self.handle.memory;
         let source_map = memory.read_i32(memory.layout.source_map, self.tokens * ranks);
         let offers = (0..ranks).map(|rank| channel.offer(rank)).collect::<Outcome<Vec<_>>>()?;
         let received: Vec<usize> = offers.iter().map(|offer| offer.args[0] as usize).collect();
@@ -166,31 +172,44 @@ impl Combine {
             }
         }
 
+        let windows = match &self.place {
+            Some(place) => (0..ranks).map(|rank| place.on(rank)).collect::<Outcome<Vec<_>>>()?,
+            None => Vec::new(),
+        };
         let columns = self.row_bytes / self.token_type.size();
         let mut sums = vec![0f32; columns];
         let mut scratch = vec![0f32; columns];
         let mut row = vec![0u8; self.row_bytes];
         for token in 0..self.tokens {
             sums.fill(0.0);
-            for (offer, position) in offers.iter().zip(&source_map[token * ranks..][..ranks]) {
-                if let Ok(position) = usize::try_from(*position) {
-                    let partial = &offer.bytes[position * self.row_bytes..][..self.row_bytes];
-                    self.token_type.add(&mut sums, &mut scratch, partial);
-                }
+            for rank in 0..ranks {
+                let Ok(position) = usize::try_from(source_map[token * ranks + rank]) else { continue };
+                let partial = if windows.is_empty() {
+                    &offers[rank].bytes[position * self.row_bytes..][..self.row_bytes]
+                } else {
+                    let first_row = offers[rank].bytes.as_chunks::<4>().0[position];
+                    let start = i32::from_ne_bytes(first_row) as usize * self.row_bytes;
+                    if start + self.row_bytes > windows[rank].byte_len() {
+                        let text = format!("{}: the window of rank {rank} is too small for its rows", self.what);
+                        return Err(Fault::both(cudaErrorIllegalAddress, ncclInvalidArgument, text));
+                    }
+                    windows[rank].view(start, self.row_bytes)
+                };
+                self.token_type.add(&mut sums, &mut scratch, partial);
             }
             self.token_type.store(&sums, &mut row);
             self.output.write(token * self.row_bytes, &row);
         }
 
         if let Some((_, by_token, width)) = &self.weights {
-            let experts = memory.read_topk(self.tokens * top_k, *width, handle.group.experts);
-            let local_experts = handle.group.experts / ranks;
+            let experts = memory.read_topk(self.tokens * top_k, *width, self.handle.group.experts);
+            let local_experts = self.handle.group.experts / ranks;
             let mut gradients = Vec::with_capacity(experts.len() * 4);
             for (index, expert) in experts.iter().enumerate() {
                 let gradient = usize::try_from(*expert).ok().and_then(|expert| {
                     let rank = expert / local_experts;
                     let position = usize::try_from(source_map[index / top_k * ranks + rank]).ok()?;
-                    let pairs = offers[rank].bytes[received[rank] * self.row_bytes..].as_chunks::<8>().0;
+                    let pairs = offers[rank].bytes[received[rank] * head..].as_chunks::<8>().0;
                     let wanted = (expert as i32).to_ne_bytes();
                     let pair = pairs[position * top_k..][..top_k].iter().find(|pair| pair[..4] == wanted)?;
                     Some([pair[4], pair[5], pair[6], pair[7]])
@@ -199,34 +218,64 @@ impl Combine {
             }
             by_token.write(0, &gradients);
         }
+        if self.place.is_some() {
+            // The peers' next work on their windows waits until all have read them.
+            channel.exchange(&format!("{}: rows read", self.what), [0; 4], 0)?;
+        }
         Ok(())
     }
 
-    /// Offers a partial row for each received token, and behind them in BWD `top_k` pairs (expert, gradient) a token.
-    fn stage(&self, channel: &mut Channel) -> Outcome<(usize, usize)> {
-        let top_k = self.handle.top_k;
-        let arrivals = Arrivals::read(&self.handle, FUNCTION)?;
+    fn check(&self, arrivals: &Arrivals) -> Outcome<()> {
         if let Some(beyond) = arrivals.slots.iter().find(|slot| i64::from(**slot) >= self.input_rows as i64) {
             let text =
                 format!("{}: inputs.tokens has {} rows, but the routing uses row {beyond}", self.what, self.input_rows);
             return Err(Fault::both(cudaErrorIllegalAddress, ncclInvalidArgument, text));
         }
-        let first_expert = channel.rank() * arrivals.counts.len();
-        let rows = arrivals.received * self.row_bytes;
+        let most = |slots: &[i32]| slots.iter().filter(|slot| **slot >= 0).count();
+        let most = arrivals.slots.chunks_exact(self.handle.top_k).map(most).max().unwrap_or(0);
+        if self.handle.group.duplicates && most > MAX_DUPLICATES {
+            let text =
+                format!("{}: a token has {most} rows on a rank, at most {MAX_DUPLICATES} can be summed", self.what);
+            return Err(Fault::both(cudaErrorLaunchFailure, ncclUnhandledCudaError, text));
+        }
+        Ok(())
+    }
+
+    /// Offers for each received token its partial row, or with zero copy the number of the row that holds it, and behind
+    /// them in BWD `top_k` pairs (expert, gradient) a token. Gives the bytes of what comes first, a token.
+    fn offer(&self, channel: &mut Channel, arrivals: &Arrivals) -> Outcome<usize> {
+        let top_k = self.handle.top_k;
+        let head = if self.place.is_some() { size_of::<i32>() } else { self.row_bytes };
+        let rows = arrivals.received * head;
         let bytes = rows + if self.weights.is_some() { arrivals.received * top_k * 8 } else { 0 };
-        let staged = channel.stage(bytes)?;
-        let (partials, pairs) = staged.split_at_mut(rows);
+        let first_expert = channel.rank() * arrivals.counts.len();
+        let (first, pairs) = channel.stage(bytes)?.split_at_mut(rows);
 
         let columns = self.row_bytes / self.token_type.size();
         let mut sums = vec![0f32; columns];
         let mut scratch = vec![0f32; columns];
-        for (partial, slots) in partials.chunks_exact_mut(self.row_bytes).zip(arrivals.slots.chunks_exact(top_k)) {
+        let mut sum_rows = |slots: &[i32], partial: &mut [u8]| {
             sums.fill(0.0);
             for slot in slots.iter().filter_map(|slot| usize::try_from(*slot).ok()) {
                 let row = self.input.view(slot * self.row_bytes, self.row_bytes);
                 self.token_type.add(&mut sums, &mut scratch, row);
             }
             self.token_type.store(&sums, partial);
+        };
+        if self.place.is_some() {
+            let mut sum = vec![0u8; self.row_bytes];
+            for (there, slots) in first.as_chunks_mut::<4>().0.iter_mut().zip(arrivals.slots.chunks_exact(top_k)) {
+                if slots.get(1).is_some_and(|slot| *slot >= 0) {
+                    sum_rows(slots, &mut sum);
+                    self.input.write(slots[0] as usize * self.row_bytes, &sum);
+                }
+                *there = slots[0].to_ne_bytes();
+            }
+        } else {
+            let partials = first.chunks_exact_mut(self.row_bytes);
+            for (partial, slots) in partials.zip(arrivals.slots.chunks_exact(top_k)) {
+                sum_rows(slots, partial);
+            }
         }
         if let Some((by_row, _, _)) = &self.weights {
             for (pair, slot) in pairs.as_chunks_mut::<8>().0.iter_mut().zip(&arrivals.slots) {
@@ -238,6 +287,13 @@ impl Combine {
                 pair[4..].copy_from_slice(gradient);
             }
         }
-        Ok((arrivals.received, bytes))
+        channel.exchange(&self.what, [arrivals.received as u64, 0, 0, 0], bytes)?;
+        Ok(head)
+    }
+
+    /// The memory that the operation uses.
+    fn spans(&self) -> Vec<Span> {
+        let weights = self.weights.iter().flat_map(|(by_row, by_token, _)| [*by_row, *by_token]);
+        [self.input, self.output, self.handle.memory.span].into_iter().chain(weights).collect()
     }
 }

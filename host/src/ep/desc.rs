@@ -3,12 +3,12 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::mem::size_of;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
 use nvte_ep_bindings::*;
 use parking_lot::Mutex;
 
-use crate::comm::Comm;
+use crate::comm::{Comm, Window};
 use crate::dtype;
 use crate::fault::{Fault, Outcome};
 use crate::memory::Span;
@@ -120,6 +120,27 @@ pub struct Tensor {
     pub has_data: bool,
     /// The window and the offset in it, where the descriptor names one.
     pub window: Option<(usize, u64)>,
+}
+
+/// Where a tensor lies on every rank.
+#[derive(Clone, Debug)]
+pub struct Place {
+    window: Arc<Window>,
+    offset: usize,
+    number: u64,
+}
+
+impl Place {
+    /// The memory of a rank from the tensor's start to the window's end.
+    pub fn on(&self, rank: usize) -> Outcome<Span> {
+        self.window.part(rank, self.offset)
+    }
+}
+
+impl std::fmt::Display for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "window {} + {}", self.number, self.offset)
+    }
 }
 
 /// Descriptors from `ncclEpTensorAlloc`: address, and address of the sizes it was made with.
@@ -272,9 +293,9 @@ impl Tensor {
     /// Fails unless the memory, and the offset in a window, are aligned for the copies of NCCL EP.
     pub fn expect_granule(&self) -> Outcome<()> {
         let offset = self.window.map_or(0, |(_, offset)| offset);
-        if !self.is_empty()
-            && !(self.span.address().is_multiple_of(ROW_GRANULE) && offset.is_multiple_of(ROW_GRANULE as u64))
-        {
+        let granule = ROW_GRANULE as u64;
+        let aligned = (self.span.address() as u64).is_multiple_of(granule) && offset.is_multiple_of(granule);
+        if !aligned && !self.is_empty() {
             let text = format!("must start at a multiple of {ROW_GRANULE} bytes, in memory and in its window");
             return Err(self.wrong(text));
         }
@@ -289,6 +310,25 @@ impl Tensor {
             return Err(self.wrong(format!("must have rows of a positive multiple of {ROW_GRANULE} bytes")));
         }
         Ok(row_bytes)
+    }
+
+    /// The window that holds the tensor, on every rank at the same offset, as zero copy needs it.
+    pub fn expect_window(&self, comm: &Comm) -> Outcome<Place> {
+        let Some((handle, offset)) = self.window else {
+            return Err(self.wrong("must lie in a window, as the group's zero_copy is ON"));
+        };
+        let about = |fault: Fault| invalid(format!("{}: {}", self.name, fault.text));
+        let window = comm.window(handle).map_err(about)?;
+        let number = window.number().ok_or_else(|| {
+            self.wrong("lies in a window that was registered without NCCL_WIN_COLL_SYMMETRIC, out of the peers' reach")
+        })?;
+        let address = comm.window_address(handle as ncclWindow_t, offset, self.span.byte_len()).map_err(about)?;
+        if !self.is_empty() && self.span.address() != address as usize {
+            return Err(
+                self.wrong(format!("has data at {:#x}, but its window offset is {address:p}", self.span.address()))
+            );
+        }
+        Ok(Place { window, offset: offset as usize, number })
     }
 
     /// The two dimensions of a matrix.

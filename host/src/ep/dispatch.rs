@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use nvte_ep_bindings::*;
 
-use crate::channel::Channel;
+use crate::channel::{Channel, Offer};
 use crate::dtype::{self, TokenType};
-use crate::ep::desc::{self, Tensor, invalid};
+use crate::ep::desc::{self, Place, Tensor, invalid};
 use crate::ep::handle::{Arrivals, Handle, MAX_TOP_K};
 use crate::fault::{Fault, Outcome};
+use crate::graph;
 use crate::memory::Span;
-use crate::stats;
 use crate::stream::Stream;
 
 const FUNCTION: &str = "ncclEpDispatch";
@@ -20,6 +20,8 @@ struct Lane {
     row_bytes: usize,
     input: Span,
     output: Span,
+    /// With zero copy, where the output is on every rank.
+    place: Option<Place>,
 }
 
 struct Dispatch {
@@ -95,7 +97,7 @@ pub fn check_limits(handle: &Handle, function: &str) -> Outcome<()> {
     if !handle.group.experts.is_multiple_of(4) {
         return Err(invalid(format!("{function}: num_experts {} is not a multiple of 4", handle.group.experts)));
     }
-    if handle.top_k > MAX_TOP_K {
+    if handle.top_k > MAX_TOP_K && !handle.group.duplicates {
         return Err(invalid(format!("{function}: num_topk {} is larger than {MAX_TOP_K}", handle.top_k)));
     }
     Ok(())
@@ -163,7 +165,10 @@ pub unsafe fn dispatch(
     let (rows, received_rows) = (tokens.shape[0], received.shape[0]);
     let lanes = pairs
         .iter()
-        .map(|(sent, received)| Ok(Lane { row_bytes: sent.row_bytes()?, input: sent.span, output: received.span }))
+        .map(|(sent, received)| {
+            let place = if group.zero_copy { Some(received.expect_window(&group.comm)?) } else { None };
+            Ok(Lane { row_bytes: sent.row_bytes()?, input: sent.span, output: received.span, place })
+        })
         .collect::<Outcome<Vec<_>>>()?;
     let row_bytes: usize = lanes.iter().map(|lane| lane.row_bytes).sum();
     if row_bytes > group.max_token_bytes {
@@ -176,6 +181,10 @@ pub unsafe fn dispatch(
         return Err(tokens.wrong(format!("has more than max_dispatch_tokens_per_rank = {} rows", group.max_tokens)));
     }
     let (needed, limit) = if group.eager {
+        if graph::is_capturing(stream) {
+            let text = format!("{FUNCTION}: eager mode reads counts back, which a captured stream cannot");
+            return Err(Fault::nccl(ncclInvalidUsage, text));
+        }
         // As NCCL EP does: the counts are read back before the receive buffer is judged.
         stream.synchronize()?;
         group.line.wait();
@@ -216,8 +225,9 @@ pub unsafe fn dispatch(
     let scales = pairs.get(1).map_or_else(String::new, |(scales, _)| {
         format!(", scales={} x {}", scales.shape[1], dtype::name(scales.datatype))
     });
+    let places: String = lanes.iter().flat_map(|lane| &lane.place).map(|place| format!(", {place}")).collect();
     let what = format!(
-        "{FUNCTION}(pass={}, hidden={}, datatype={}, num_topk={}{scales})",
+        "{FUNCTION}(pass={}, hidden={}, datatype={}, num_topk={}{scales}{places})",
         if forward { "FWD" } else { "BWD" },
         tokens.shape[1],
         dtype::name(tokens.datatype),
@@ -230,45 +240,56 @@ pub unsafe fn dispatch(
         weights: weights.map(|(own, there)| (own, there, width)),
         what,
     };
-    group.line.enqueue(stream, move |channel| dispatch.run(channel))?;
-    stats::count(|s| &s.dispatches);
+    group.line.enqueue(stream, |s| &s.dispatches, &dispatch.spans(), move |channel| dispatch.run(channel))?;
     Ok(())
 }
 
 impl Dispatch {
     fn run(&self, channel: &mut Channel) -> Outcome<()> {
-        let bytes = self.stage(channel)?;
-        channel.exchange(&self.what, [self.tokens as u64, 0, 0, 0], bytes)?;
-
         let group = &self.handle.group;
-        let top_k = self.handle.top_k;
-        let memory = &self.handle.memory;
         let arrivals = Arrivals::read(&self.handle, FUNCTION)?;
         let capacity = if group.eager { arrivals.total() } else { group.capacity };
-        let token_map = memory.read_i32(memory.layout.token_map, channel.ranks() * group.max_tokens);
-        if group.drop {
+        let weights = if group.zero_copy {
+            self.write_to_peers(channel, &arrivals, capacity)?
+        } else {
+            self.read_from_peers(channel, &arrivals, capacity)?
+        };
+        for padding in arrivals.padding(capacity) {
+            for lane in &self.lanes {
+                lane.output.fill(padding.start * lane.row_bytes, padding.len() * lane.row_bytes, 0);
+            }
+        }
+        if let Some((_, there, _)) = &self.weights {
+            // Rows beyond the padded total keep what they held, but for DROP, and for duplicates, which go over them all.
+            let all = group.drop || group.duplicates;
+            let total = if all { capacity } else { capacity.min(arrivals.total()) };
+            let bytes: Vec<u8> = weights[..total].iter().flat_map(|weight| weight.to_ne_bytes()).collect();
+            there.write(0, &bytes);
+        }
+        Ok(())
+    }
+
+    /// Staged: every rank offers its rows, and takes those that it receives. Gives the weights by row.
+    fn read_from_peers(&self, channel: &mut Channel, arrivals: &Arrivals, capacity: usize) -> Outcome<Vec<f32>> {
+        self.stage_rows(channel)?;
+        let group = &self.handle.group;
+        if group.drop && !group.duplicates {
             for lane in &self.lanes {
                 lane.output.fill(0, capacity * lane.row_bytes, 0);
             }
         }
-        let first_expert = channel.rank() * arrivals.counts.len();
-        let mut weights = vec![0f32; capacity];
+        let top_k = self.handle.top_k;
         for rank in 0..channel.ranks() {
             let offer = channel.offer(rank)?;
             let tokens = offer.args[0] as usize;
-            let mut routes = offer.bytes;
+            let mut rest = offer.bytes;
             let mut rows_of = Vec::with_capacity(self.lanes.len());
             for lane in &self.lanes {
-                let (rows, rest) = routes.split_at(tokens * lane.row_bytes);
+                let (rows, behind) = rest.split_at(tokens * lane.row_bytes);
                 rows_of.push(rows);
-                routes = rest;
+                rest = behind;
             }
-            let positions = &token_map[rank * group.max_tokens..][..group.max_tokens];
-            for (token, position) in positions.iter().enumerate() {
-                let Ok(position) = usize::try_from(*position) else { continue };
-                if token >= tokens || position >= arrivals.received {
-                    return Err(self.stray(rank, tokens, token));
-                }
+            for (token, position) in self.arriving_from(rank, tokens, arrivals)? {
                 let slots = &arrivals.slots[position * top_k..][..top_k];
                 for (lane, rows) in self.lanes.iter().zip(&rows_of) {
                     let row = &rows[token * lane.row_bytes..][..lane.row_bytes];
@@ -276,40 +297,138 @@ impl Dispatch {
                         lane.output.write(slot * lane.row_bytes, row);
                     }
                 }
-                if self.weights.is_some() {
-                    let route = &routes.as_chunks::<8>().0[token * top_k..][..top_k];
-                    scatter_weights(route, slots, &arrivals, first_expert, &mut weights);
+            }
+        }
+        let row_bytes = self.row_bytes();
+        self.received_weights(channel, arrivals, capacity, |offer| offer.args[0] as usize * row_bytes)
+    }
+
+    /// Zero copy: every rank writes a row once into the window of each rank that receives it, and the receiver fans the
+    /// duplicates out. Gives the weights by row.
+    fn write_to_peers(&self, channel: &mut Channel, arrivals: &Arrivals, capacity: usize) -> Outcome<Vec<f32>> {
+        let primaries = arrivals.primaries(self.handle.top_k);
+        let head = size_of_val(&*primaries);
+        let bytes = head + self.route_bytes();
+        let (first_rows, routes) = channel.stage(bytes)?.split_at_mut(head);
+        for (there, row) in first_rows.as_chunks_mut::<4>().0.iter_mut().zip(&primaries) {
+            *there = row.to_ne_bytes();
+        }
+        self.stage_routes(routes);
+        channel.exchange(&self.what, [self.tokens as u64, arrivals.received as u64, 0, 0], bytes)?;
+
+        let ranks = channel.ranks();
+        let memory = &self.handle.memory;
+        let source_map = memory.read_i32(memory.layout.source_map, self.tokens * ranks);
+        for rank in 0..ranks {
+            let offer = channel.offer(rank)?;
+            let first_rows = offer.bytes[..offer.args[1] as usize * 4].as_chunks::<4>().0;
+            for lane in &self.lanes {
+                let Some(place) = &lane.place else { continue };
+                let there = place.on(rank)?;
+                for token in 0..self.tokens {
+                    let Ok(position) = usize::try_from(source_map[token * ranks + rank]) else { continue };
+                    let row = first_rows.get(position).map(|row| i32::from_ne_bytes(*row) as usize * lane.row_bytes);
+                    match row {
+                        Some(row) if row + lane.row_bytes <= there.byte_len() => {
+                            there.write(row, lane.input.view(token * lane.row_bytes, lane.row_bytes));
+                        }
+                        _ => return Err(self.out_of_reach(rank, token)),
+                    }
                 }
             }
         }
-        for padding in arrivals.padding(capacity) {
-            for lane in &self.lanes {
-                lane.output.fill(padding.start * lane.row_bytes, padding.len() * lane.row_bytes, 0);
+        for rank in 0..ranks {
+            // Fails where the tokens that peers sent are not those that the routing expects.
+            self.arriving_from(rank, channel.offer(rank)?.args[0] as usize, arrivals)?;
+        }
+        let weights = self.received_weights(channel, arrivals, capacity, |offer| offer.args[1] as usize * 4)?;
+        channel.exchange(&format!("{}: rows written", self.what), [0; 4], 0)?;
+        for slots in arrivals.slots.chunks_exact(self.handle.top_k) {
+            let mut slots = slots.iter().filter_map(|slot| usize::try_from(*slot).ok());
+            let Some(first) = slots.next() else { continue };
+            for slot in slots {
+                for lane in &self.lanes {
+                    lane.output.write(slot * lane.row_bytes, lane.output.view(first * lane.row_bytes, lane.row_bytes));
+                }
             }
         }
-        if let Some((_, there, _)) = &self.weights {
-            // Rows beyond the padded total keep what they held, except that DROP clears the whole buffer.
-            let total = if group.drop { capacity } else { capacity.min(arrivals.total()) };
-            let bytes: Vec<u8> = weights[..total].iter().flat_map(|weight| weight.to_ne_bytes()).collect();
-            there.write(0, &bytes);
-        }
-        Ok(())
+        Ok(weights)
     }
 
-    /// Offers the own rows of each lane, and behind them in FWD `top_k` pairs (expert, weight) a token.
-    fn stage(&self, channel: &mut Channel) -> Outcome<usize> {
+    /// Tokens of a rank that this rank receives, with their positions among all received ones.
+    fn arriving_from(&self, rank: usize, tokens: usize, arrivals: &Arrivals) -> Outcome<Vec<(usize, usize)>> {
+        let memory = &self.handle.memory;
+        let most = self.handle.group.max_tokens;
+        let positions = memory.read_i32(memory.layout.token_map + rank * most * 4, most);
+        let positions = positions.iter().enumerate();
+        let arriving = positions.filter_map(|(token, position)| Some((token, usize::try_from(*position).ok()?)));
+        arriving
+            .map(|(token, position)| {
+                let known = token < tokens && position < arrivals.received;
+                if known { Ok((token, position)) } else { Err(self.stray(rank, tokens, token)) }
+            })
+            .collect()
+    }
+
+    /// The weights by row, from the pairs (expert, weight) that the peers offer behind `routes_at` bytes.
+    fn received_weights(
+        &self,
+        channel: &Channel,
+        arrivals: &Arrivals,
+        capacity: usize,
+        routes_at: impl Fn(&Offer<'_>) -> usize,
+    ) -> Outcome<Vec<f32>> {
+        let mut weights = vec![0f32; capacity];
+        if self.weights.is_none() {
+            return Ok(weights);
+        }
         let top_k = self.handle.top_k;
-        let rows: usize = self.lanes.iter().map(|lane| self.tokens * lane.row_bytes).sum();
-        let bytes = rows + if self.weights.is_some() { self.tokens * top_k * 8 } else { 0 };
-        let staged = channel.stage(bytes)?;
-        let (mut rest, routes) = staged.split_at_mut(rows);
+        let first_expert = channel.rank() * arrivals.counts.len();
+        for rank in 0..channel.ranks() {
+            let offer = channel.offer(rank)?;
+            let routes = offer.bytes[routes_at(&offer)..].as_chunks::<8>().0;
+            for (token, position) in self.arriving_from(rank, offer.args[0] as usize, arrivals)? {
+                let slots = &arrivals.slots[position * top_k..][..top_k];
+                scatter_weights(&routes[token * top_k..][..top_k], slots, arrivals, first_expert, &mut weights);
+            }
+        }
+        Ok(weights)
+    }
+
+    /// The memory that the operation uses.
+    fn spans(&self) -> Vec<Span> {
+        let lanes = self.lanes.iter().flat_map(|lane| [lane.input, lane.output]);
+        let weights = self.weights.iter().flat_map(|(own, there, _)| [*own, *there]);
+        lanes.chain(weights).chain([self.handle.memory.span]).collect()
+    }
+
+    /// Bytes of a token in all lanes.
+    fn row_bytes(&self) -> usize {
+        self.lanes.iter().map(|lane| lane.row_bytes).sum()
+    }
+
+    fn route_bytes(&self) -> usize {
+        if self.weights.is_some() { self.tokens * self.handle.top_k * 8 } else { 0 }
+    }
+
+    /// Offers the own rows of each lane, and behind them the routes.
+    fn stage_rows(&self, channel: &mut Channel) -> Outcome<()> {
+        let rows = self.tokens * self.row_bytes();
+        let bytes = rows + self.route_bytes();
+        let (mut rest, routes) = channel.stage(bytes)?.split_at_mut(rows);
         for lane in &self.lanes {
             let (rows, behind) = rest.split_at_mut(self.tokens * lane.row_bytes);
             lane.input.read(0, rows);
             rest = behind;
         }
+        self.stage_routes(routes);
+        channel.exchange(&self.what, [self.tokens as u64, 0, 0, 0], bytes)
+    }
+
+    /// In FWD, `top_k` pairs (expert, weight) a token.
+    fn stage_routes(&self, routes: &mut [u8]) {
         if let Some((own, _, width)) = &self.weights {
-            let count = self.tokens * top_k;
+            let count = self.tokens * self.handle.top_k;
             let experts = self.handle.memory.read_topk(count, *width, self.handle.group.experts);
             let weights = own.view(0, count * 4).as_chunks::<4>().0;
             for ((pair, expert), weight) in routes.as_chunks_mut::<8>().0.iter_mut().zip(experts).zip(weights) {
@@ -317,7 +436,15 @@ impl Dispatch {
                 pair[4..].copy_from_slice(weight);
             }
         }
-        Ok(bytes)
+    }
+
+    fn out_of_reach(&self, rank: usize, token: usize) -> Fault {
+        let text = format!(
+            "{}: token {token} has no place in the window of rank {rank}: the window is too small, or handle_mem holds \
+             the routing of another UpdateHandle",
+            self.what
+        );
+        Fault::both(cudaErrorIllegalAddress, ncclInvalidUsage, text)
     }
 
     fn stray(&self, rank: usize, tokens: usize, token: usize) -> Fault {

@@ -14,9 +14,12 @@ use crate::device::SM_COUNT;
 use crate::ep::desc::invalid;
 use crate::ep::memory_layout::MemoryLayout;
 use crate::fault::{Fault, Outcome};
+use crate::graph;
 use crate::stats;
 
 const FUNCTION: &str = "ncclEpCreateGroup";
+/// Most ranks where duplicates are written.
+const MAX_DUPLICATE_RANKS: usize = 128;
 
 /// One rank of an EP group.
 #[derive(Debug)]
@@ -39,6 +42,10 @@ pub struct Group {
     pub max_top_k: usize,
     /// Whether rows beyond the capacity are dropped.
     pub drop: bool,
+    /// Whether dispatch writes into, and combine reads from, the peers' windows.
+    pub zero_copy: bool,
+    /// Whether a token's rows are written as duplicates of one (local dup), rather than permuted out of staging.
+    pub duplicates: bool,
     /// The caller's allocator for handle memory.
     pub allocator: Option<Allocator>,
     destroyed: AtomicBool,
@@ -125,8 +132,7 @@ fn check(config: &ncclEpGroupConfig_t, ranks: usize) -> Outcome<()> {
         return wrong(format!("num_topk {} is larger than num_experts {}", config.num_topk, config.num_experts));
     }
     match config.zero_copy {
-        NCCL_EP_ZERO_COPY_AUTO | NCCL_EP_ZERO_COPY_OFF => {}
-        NCCL_EP_ZERO_COPY_ON => return Err(unsupported(format!("{FUNCTION}: zero_copy ON"))),
+        NCCL_EP_ZERO_COPY_AUTO | NCCL_EP_ZERO_COPY_OFF | NCCL_EP_ZERO_COPY_ON => {}
         other => return wrong(format!("zero_copy {other} is unknown")),
     }
     if config.overflow_policy > NCCL_EP_OVERFLOW_DROP {
@@ -156,12 +162,37 @@ fn disagreement(by_rank: &[Vec<u64>], names: &[&str]) -> Option<String> {
     })
 }
 
+/// An environment variable of NCCL EP that is a switch.
+fn switched_on(variable: &str) -> bool {
+    std::env::var(variable).is_ok_and(|value| matches!(value.to_ascii_lowercase().as_str(), "1" | "on" | "true"))
+}
+
+/// Whether local dup is forced.
+fn forced_duplicates() -> Outcome<bool> {
+    match (switched_on("NCCL_EP_HT_EM_LOCAL_DUP"), switched_on("NCCL_EP_HT_EM_NVLINK_DUP")) {
+        (true, true) => {
+            let text = "NCCL_EP_HT_EM_LOCAL_DUP and NCCL_EP_HT_EM_NVLINK_DUP exclude each other";
+            Err(Fault::nccl(ncclInvalidUsage, format!("{FUNCTION}: {text}")))
+        }
+        (false, true) => Err(unsupported(format!("{FUNCTION}: NCCL_EP_HT_EM_NVLINK_DUP"))),
+        (forced, false) => Ok(forced),
+    }
+}
+
 impl Group {
     /// `ncclEpCreateGroup`; collective over the communicator.
     pub fn create(comm: &Arc<Comm>, config: &ncclEpGroupConfig_t) -> Outcome<ncclEpGroup_t> {
+        graph::refuse_device_wait(comm.device, FUNCTION)?;
         check(config, comm.ranks)?;
-        let fields = fields(config);
-        let names = fields.map(|(name, _)| name);
+        let zero_copy = config.zero_copy == NCCL_EP_ZERO_COPY_ON;
+        let duplicates = forced_duplicates()? || zero_copy;
+        if duplicates && comm.ranks > MAX_DUPLICATE_RANKS {
+            let text = format!("{FUNCTION}: zero_copy ON with {} ranks, at most {MAX_DUPLICATE_RANKS}", comm.ranks);
+            return Err(invalid(text));
+        }
+        let mut fields = fields(config).to_vec();
+        fields.push(("NCCL_EP_HT_EM_LOCAL_DUP", u64::from(duplicates)));
+        let names: Vec<&str> = fields.iter().map(|(name, _)| *name).collect();
         let channel = comm.line.run(|channel| {
             let bytes: Vec<u8> = fields.iter().flat_map(|(_, value)| value.to_ne_bytes()).collect();
             channel.stage(bytes.len())?.copy_from_slice(&bytes);
@@ -195,6 +226,8 @@ impl Group {
             max_token_bytes: config.max_token_bytes as usize,
             max_top_k: config.num_topk as usize,
             drop: config.overflow_policy == NCCL_EP_OVERFLOW_DROP,
+            zero_copy,
+            duplicates,
             allocator,
             destroyed: AtomicBool::new(false),
         });
@@ -219,7 +252,9 @@ impl Group {
             return Ok(());
         }
         let group = Self::resolve(handle, "ncclEpGroupDestroy")?;
+        graph::refuse_device_wait(group.comm.device, "ncclEpGroupDestroy")?;
         group.comm.device.synchronize();
+        group.line.close();
         if GROUPS.lock().remove(&(handle as usize)).is_some() {
             group.destroyed.store(true, Ordering::Relaxed);
             stats::count(|s| &s.groups_destroyed);
@@ -238,13 +273,17 @@ impl Group {
 
     /// Rows that a handle's routing may use: in eager mode padding comes on top of the capacity.
     pub fn row_limit(&self, alignment: usize) -> usize {
-        let padding = if self.eager { self.experts / self.comm.ranks * alignment.saturating_sub(1) } else { 0 };
+        let padding = if self.eager && !self.duplicates {
+            self.experts / self.comm.ranks * alignment.saturating_sub(1)
+        } else {
+            0
+        };
         self.capacity + padding
     }
 
     /// Layout of the handle memory for a top-k.
     pub fn memory_layout(&self, top_k: usize) -> MemoryLayout {
-        MemoryLayout::new(self.comm.ranks, self.experts, self.max_tokens, top_k, self.capacity)
+        MemoryLayout::new(self.comm.ranks, self.experts, self.max_tokens, top_k, self.capacity, self.duplicates)
     }
 }
 

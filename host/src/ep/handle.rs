@@ -9,8 +9,9 @@ use parking_lot::Mutex;
 
 use crate::ep::desc::{Tensor, invalid};
 use crate::ep::group::{Group, check_layout};
-use crate::ep::memory_layout::MemoryLayout;
+use crate::ep::memory_layout::{MemoryLayout, Slots};
 use crate::fault::{Fault, Outcome};
+use crate::graph;
 use crate::memory::{self, Span};
 use crate::stats;
 
@@ -18,6 +19,10 @@ use crate::stats;
 pub const MAX_TOP_K: usize = 32;
 /// Most local experts of the local-permute kernels.
 const MAX_LOCAL_EXPERTS: usize = 256;
+/// Most local experts where duplicates are written.
+const MAX_DUPLICATE_EXPERTS: usize = 1024;
+/// Most receive rows there: a row has 22 bits in a packed slot.
+const MAX_DUPLICATE_ROWS: usize = 1 << 22;
 
 /// What UpdateHandle leaves on the object; all other routing state is in handle memory.
 #[derive(Clone, Copy, Debug)]
@@ -82,9 +87,13 @@ impl Handle {
             return Err(Fault::nccl(ncclInvalidUsage, text));
         }
         let local_experts = group.experts / group.comm.ranks;
-        if local_experts > MAX_LOCAL_EXPERTS {
-            let text = format!("{function}: {local_experts} experts a rank, at most {MAX_LOCAL_EXPERTS} are possible");
+        let most = if group.duplicates { MAX_DUPLICATE_EXPERTS } else { MAX_LOCAL_EXPERTS };
+        if local_experts > most {
+            let text = format!("{function}: {local_experts} experts a rank, at most {most} are possible");
             return Err(invalid(text));
+        }
+        if group.duplicates {
+            check_duplicates(group, local_experts, top_k)?;
         }
         let layout = group.memory_layout(top_k);
         let (span, owned) = match tensor {
@@ -95,6 +104,7 @@ impl Handle {
                 (tensor.span, None)
             }
             None => {
+                graph::refuse_unsafe("ncclEpInitHandle: an allocation of handle memory")?;
                 let base = allocate(group, layout.total)?;
                 // SAFETY: the memory was just allocated with this size and lives until the handle is destroyed.
                 (unsafe { Span::new(base, layout.total) }?, Some(base as usize))
@@ -127,6 +137,9 @@ impl Handle {
         if handle.is_null() {
             return Ok(());
         }
+        if HANDLES.lock().get(&(handle as usize)).is_some_and(|found| found.owned.is_some()) {
+            graph::refuse_unsafe("ncclEpHandleDestroy: freeing handle memory")?;
+        }
         let Some(found) = HANDLES.lock().remove(&(handle as usize)) else {
             return Err(invalid(format!("ncclEpHandleDestroy: {handle:p} is not a live EP handle")));
         };
@@ -143,6 +156,30 @@ impl Handle {
     pub fn tokens_or(&self, rows: usize) -> usize {
         *self.prepared.lock().tokens.get_or_insert(rows)
     }
+}
+
+/// Limits of the kernels that write duplicates.
+fn check_duplicates(group: &Group, local_experts: usize, top_k: usize) -> Outcome<()> {
+    let function = "ncclEpInitHandle";
+    if !local_experts.is_power_of_two() {
+        let text = format!("{function}: {local_experts} experts a rank, not a power of two, which zero_copy ON needs");
+        return Err(invalid(text));
+    }
+    if group.capacity > MAX_DUPLICATE_ROWS {
+        let rows = group.capacity;
+        let text = format!("{function}: {rows} receive rows, at most {MAX_DUPLICATE_ROWS} with zero_copy ON");
+        return Err(invalid(text));
+    }
+    let all = group.comm.ranks * group.max_tokens * top_k;
+    if !group.zero_copy && group.capacity < all {
+        let text = format!(
+            "{function}: NCCL_EP_HT_EM_LOCAL_DUP without zero_copy ON needs max_recv_tokens_per_rank of at least \
+             ranks x max_dispatch_tokens_per_rank x num_topk = {all}, got {}",
+            group.capacity
+        );
+        return Err(invalid(text));
+    }
+    Ok(())
 }
 
 fn allocate(group: &Group, bytes: usize) -> Outcome<*mut c_void> {
@@ -222,6 +259,26 @@ pub fn read_indices(bytes: &[u8], width: usize) -> impl Iterator<Item = i64> {
     })
 }
 
+/// Rows of each token, `top_k` apiece, from the experts that it has a row of: a zone's rows are in the tokens' order.
+fn rows_of(flags: &[u8], bases: &[i64], top_k: usize) -> Option<Vec<i32>> {
+    let local_experts = bases.len() - 1;
+    let mut next = bases[..local_experts].to_vec();
+    let mut slots = Vec::with_capacity(flags.len() / local_experts * top_k);
+    for flags in flags.chunks_exact(local_experts) {
+        let end = slots.len() + top_k;
+        for (flag, next) in flags.iter().zip(&mut next) {
+            match *flag {
+                0 => continue,
+                1 if slots.len() < end => slots.push(i32::try_from(*next).ok()?),
+                _ => return None,
+            }
+            *next += 1;
+        }
+        slots.resize(end, -1);
+    }
+    Some(slots)
+}
+
 /// Checked maps of this rank as a destination, read from handle memory.
 #[derive(Debug)]
 pub struct Arrivals {
@@ -248,14 +305,25 @@ impl Arrivals {
         };
         let received = memory.read_i32(layout.recv_count, 1)[0];
         let received = usize::try_from(received).ok().filter(|n| *n <= capacity).ok_or_else(unprepared)?;
-        let slots = memory.read_i32(layout.slots, received * handle.top_k);
         let counts = memory.read_i32(layout.counts, local_experts);
         let bases = memory.read_i64(layout.bases, local_experts + 1);
+        let slots = match layout.slots {
+            Slots::Rows(offset) => memory.read_i32(offset, received * handle.top_k),
+            Slots::Experts(offset) => {
+                let flags = memory.span.view(offset, received * local_experts);
+                rows_of(flags, &bases, handle.top_k).ok_or_else(unprepared)?
+            }
+        };
         let sane = slots.iter().all(|slot| (-1..rows as i64).contains(&i64::from(*slot)))
             && counts.iter().zip(bases.windows(2)).all(|(count, zone)| {
                 *count >= 0 && zone[0] >= 0 && zone[0].saturating_add(i64::from(*count)) <= zone[1]
             });
         if sane { Ok(Self { received, slots, counts, bases }) } else { Err(unprepared()) }
+    }
+
+    /// The first row of each received token.
+    pub fn primaries(&self, top_k: usize) -> Vec<i32> {
+        self.slots.chunks_exact(top_k).map(|slots| slots[0]).collect()
     }
 
     /// Local expert whose zone holds a row.

@@ -1,4 +1,4 @@
-//! The parts of handle memory and their offsets, as NCCL EP lays them out for the expert-major local-permute path.
+//! The parts of handle memory and their offsets, as NCCL EP lays them out for the expert-major layout.
 
 use crate::device::SM_COUNT;
 
@@ -20,17 +20,33 @@ pub struct MemoryLayout {
     pub counts: usize,
     /// i64 `[local experts + 1]`: first row of each expert's zone, and the padded total.
     pub bases: usize,
-    /// i32 `[capacity, top_k]`: rows of a received token, by local expert, or -1.
-    pub slots: usize,
+    /// Where the rows of a received token are.
+    pub slots: Slots,
     /// i32 `[ranks, max_tokens]`: index of a peer's token among those received, or -1.
     pub token_map: usize,
     /// Bytes in all.
     pub total: usize,
 }
 
+/// How the rows of a received token are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Slots {
+    /// i32 `[capacity, top_k]`: rows by local expert, or -1 (local permute).
+    Rows(usize),
+    /// u8 `[capacity, local experts]`: 1 where the token has a row in an expert's zone; the rows follow (local dup).
+    Experts(usize),
+}
+
 impl MemoryLayout {
     /// The layout for one communicator inside one load/store domain.
-    pub fn new(ranks: usize, experts: usize, max_tokens: usize, top_k: usize, capacity: usize) -> Self {
+    pub fn new(
+        ranks: usize,
+        experts: usize,
+        max_tokens: usize,
+        top_k: usize,
+        capacity: usize,
+        duplicates: bool,
+    ) -> Self {
         let local_experts = experts / ranks;
         let mut total = 0usize;
         let mut part = |bytes: usize| {
@@ -39,18 +55,28 @@ impl MemoryLayout {
             offset
         };
         part(max_tokens.next_multiple_of(16));
-        part(capacity * local_experts);
+        let routing = part(capacity * local_experts);
         let recv_count = part(4);
-        let source_map = part(max_tokens * 4 * ranks);
-        part(max_tokens * ranks * 8 * ranks.div_ceil(64));
+        let sent = part(max_tokens * 4 * if duplicates { top_k } else { ranks });
+        let rank_mask = part(max_tokens * ranks * 8 * ranks.div_ceil(64));
         part(SM_COUNT as usize * ranks * 8);
         part(max_tokens * experts * 4);
         let topk = part(max_tokens * top_k * 8);
         let counts = part(local_experts * 4);
         let bases = part((local_experts + 1) * 8);
-        let slots = part(capacity * top_k * 4);
-        part(capacity * top_k * 4);
-        let token_map = part(max_tokens * ranks * 4);
+        let (source_map, slots, token_map);
+        if duplicates {
+            part(capacity / 2 * top_k.min(local_experts) * 4);
+            part(4);
+            // The mask has 8 bytes for each token and rank, room for both maps.
+            (source_map, token_map) = (rank_mask, rank_mask + max_tokens * ranks * 4);
+            slots = Slots::Experts(routing);
+        } else {
+            slots = Slots::Rows(part(capacity * top_k * 4));
+            part(capacity * top_k * 4);
+            token_map = part(max_tokens * ranks * 4);
+            source_map = sent;
+        }
         Self { recv_count, source_map, topk, counts, bases, slots, token_map, total }
     }
 }
@@ -61,6 +87,13 @@ mod tests {
 
     #[test]
     fn size_of_the_worked_example() {
-        assert_eq!(MemoryLayout::new(4, 16, 64, 2, 512).total, 24_832);
+        assert_eq!(MemoryLayout::new(4, 16, 64, 2, 512, false).total, 24_832);
+    }
+
+    #[test]
+    fn size_with_duplicates() {
+        // In order: 64, 2048, 4, 512, 2048, 4224, 4096, 1024, 16, 40, 2048 and 4 bytes, each to a multiple of 256.
+        let parts = [256, 2048, 256, 512, 2048, 4352, 4096, 1024, 256, 256, 2048, 256];
+        assert_eq!(MemoryLayout::new(4, 16, 64, 2, 512, true).total, parts.iter().sum());
     }
 }

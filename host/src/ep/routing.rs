@@ -62,6 +62,8 @@ pub struct Routing {
 /// The receive buffer is too small and the policy is to trap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Overflow {
+    /// The rank whose buffer it is.
+    pub rank: usize,
     /// Padded rows that the routing needs.
     pub rows: usize,
     /// Unique tokens that arrive.
@@ -102,7 +104,7 @@ pub fn route(shape: &Shape, indices: &[Vec<i32>]) -> Result<Routing, Overflow> {
     }
     bases.push(total as i64);
     if !shape.drop && (total > row_limit || arriving > capacity) {
-        return Err(Overflow { rows: total, tokens: arriving });
+        return Err(Overflow { rank, rows: total, tokens: arriving });
     }
 
     let mut token_map = vec![-1i32; ranks * max_tokens];
@@ -145,6 +147,83 @@ pub fn route(shape: &Shape, indices: &[Vec<i32>]) -> Result<Routing, Overflow> {
         }
     }
     Ok(Routing { source_map, token_map, slots, counts, bases, received, arriving })
+}
+
+/// As [`route`] for the modes in which a token's rows are written as duplicates: of a token with too many rows those
+/// inside the capacity are kept, and a rank whose buffer is too small is everyone's error.
+pub fn route_duplicates(shape: &Shape, indices: &[Vec<i32>]) -> Result<Routing, Overflow> {
+    let Shape { ranks, rank, max_tokens, top_k, capacity, .. } = *shape;
+    let local_experts = shape.local_experts();
+    let mut experts = Vec::with_capacity(top_k);
+
+    let mut counts = vec![0usize; shape.experts];
+    let mut arriving = vec![0usize; ranks];
+    for row in indices.iter().flat_map(|rows| rows.chunks_exact(top_k)) {
+        distinct(row, 0..shape.experts, &mut experts);
+        for to_rank in experts.chunk_by(|a, b| a / local_experts == b / local_experts) {
+            arriving[to_rank[0] / local_experts] += 1;
+        }
+        for expert in &experts {
+            counts[*expert] += 1;
+        }
+    }
+    let zones: Vec<Vec<usize>> = counts
+        .chunks_exact(local_experts)
+        .map(|counts| {
+            let mut zones = vec![0];
+            zones.extend(counts.iter().scan(0, |end, count| {
+                *end += shape.padded(*count);
+                Some(*end)
+            }));
+            zones
+        })
+        .collect();
+    if !shape.drop
+        && let Some(rank) = (0..ranks).find(|rank| zones[*rank][local_experts] > capacity)
+    {
+        return Err(Overflow { rank, rows: zones[rank][local_experts], tokens: arriving[rank] });
+    }
+
+    let mut source_map = vec![-1i32; max_tokens * ranks];
+    let mut token_map = vec![-1i32; ranks * max_tokens];
+    let mut slots = vec![-1i32; capacity * top_k];
+    let mut next: Vec<usize> = zones.iter().flat_map(|zones| zones[..local_experts].to_vec()).collect();
+    let mut received = vec![0usize; ranks];
+    for (source, rows) in indices.iter().enumerate() {
+        for (token, row) in rows.chunks_exact(top_k).enumerate() {
+            distinct(row, 0..shape.experts, &mut experts);
+            for to_rank in experts.chunk_by(|a, b| a / local_experts == b / local_experts) {
+                let destination = to_rank[0] / local_experts;
+                let mut live = Vec::with_capacity(to_rank.len());
+                for expert in to_rank {
+                    live.extend((next[*expert] < capacity).then_some(next[*expert] as i32));
+                    next[*expert] += 1;
+                }
+                if live.is_empty() {
+                    continue;
+                }
+                let position = received[destination];
+                received[destination] += 1;
+                if source == rank {
+                    source_map[token * ranks + destination] = position as i32;
+                }
+                if destination == rank {
+                    token_map[source * max_tokens + token] = position as i32;
+                    slots[position * top_k..][..live.len()].copy_from_slice(&live);
+                }
+            }
+        }
+    }
+    let mine = shape.first_expert();
+    Ok(Routing {
+        source_map,
+        token_map,
+        slots,
+        counts: counts[mine..mine + local_experts].iter().map(|count| *count as i32).collect(),
+        bases: zones[rank].iter().map(|base| *base as i64).collect(),
+        received: received[rank],
+        arriving: arriving[rank],
+    })
 }
 
 impl Routing {
@@ -196,12 +275,30 @@ mod tests {
     fn overflow_traps_or_drops() {
         let indices = [vec![1, 0, 3, 1], vec![1, 1, -1, 2]];
         let tight = Shape { capacity: 5, rows: 5, ..SHAPE };
-        assert_eq!(route(&tight, &indices), Err(Overflow { rows: 6, tokens: 3 }));
+        assert_eq!(route(&tight, &indices), Err(Overflow { rank: 0, rows: 6, tokens: 3 }));
         let dropped = route(&Shape { drop: true, capacity: 2, rows: 2, ..SHAPE }, &indices).unwrap();
         assert_eq!((dropped.received, dropped.arriving), (2, 3));
         assert_eq!(dropped.slots, [0, -1, -1, -1]);
         assert_eq!(dropped.published(0, 2), (2, 0));
         assert_eq!(dropped.published(1, 2), (0, 2));
         assert_eq!(dropped.total(), 6);
+    }
+
+    #[test]
+    fn duplicates_give_the_same_maps_where_nothing_is_dropped() {
+        let indices = [vec![1, 0, 3, 1], vec![1, 1, -1, 2]];
+        for rank in 0..2 {
+            let shape = Shape { rank, ..SHAPE };
+            assert_eq!(route_duplicates(&shape, &indices), route(&shape, &indices));
+        }
+        // Zones of rank 0 begin at 0 and 2 and hold 1 and 3 rows; with 3 rows of room the first two tokens keep a row.
+        let tight = Shape { drop: true, capacity: 3, rows: 3, ..SHAPE };
+        let dropped = route_duplicates(&tight, &indices).unwrap();
+        assert_eq!((dropped.received, dropped.arriving, dropped.total()), (1, 3, 6));
+        assert_eq!(dropped.slots, [0, 2, -1, -1, -1, -1]);
+        assert_eq!((dropped.token_map, dropped.source_map), (vec![0, -1, -1, -1], vec![0, -1, -1, 0]));
+        // Rank 1 sees that rank 0 has no room.
+        let narrow = Shape { capacity: 5, rows: 5, rank: 1, ..SHAPE };
+        assert_eq!(route_duplicates(&narrow, &indices), Err(Overflow { rank: 0, rows: 6, tokens: 3 }));
     }
 }

@@ -7,9 +7,10 @@ use nvte_ep_bindings::*;
 use crate::channel::Channel;
 use crate::ep::desc::{self, Tensor, invalid};
 use crate::ep::handle::{Handle, read_indices};
-use crate::ep::routing::{Routing, Shape, route};
+use crate::ep::memory_layout::Slots;
+use crate::ep::routing::{Routing, Shape, route, route_duplicates};
 use crate::fault::{Fault, Outcome};
-use crate::stats;
+use crate::memory::Span;
 use crate::stream::Stream;
 
 const FUNCTION: &str = "ncclEpUpdateHandle";
@@ -72,14 +73,20 @@ pub unsafe fn update(
     }
     let mut prepared = handle.prepared.lock();
     let update = Update { handle: Arc::clone(&handle), topk, tokens, width, counters, offsets, total };
-    group.line.enqueue(stream, move |channel| update.run(channel))?;
+    group.line.enqueue(stream, |s| &s.updates, &update.spans(), move |channel| update.run(channel))?;
     prepared.tokens = Some(tokens);
     prepared.index_width = width;
-    stats::count(|s| &s.updates);
     Ok(())
 }
 
 impl Update {
+    /// The memory that the operation uses.
+    fn spans(&self) -> Vec<Span> {
+        let counters = [&self.counters, &self.offsets, &self.total];
+        let counters = counters.into_iter().flatten().map(|tensor| tensor.span);
+        [self.topk.span, self.handle.memory.span].into_iter().chain(counters).collect()
+    }
+
     fn run(&self, channel: &mut Channel) -> Outcome<()> {
         let group = &self.handle.group;
         let top_k = self.handle.top_k;
@@ -119,11 +126,12 @@ impl Update {
             alignment: self.handle.alignment,
             drop: group.drop,
         };
+        let route = if group.duplicates { route_duplicates } else { route };
         let routing = route(&shape, &indices).map_err(|overflow| {
             let text = format!(
                 "{FUNCTION}: receive buffer overflow on rank {}: {} rows ({} distinct tokens) are needed, \
                  max_recv_tokens_per_rank is {}",
-                shape.rank, overflow.rows, overflow.tokens, shape.capacity
+                overflow.rank, overflow.rows, overflow.tokens, shape.capacity
             );
             Fault::both(cudaErrorLaunchFailure, ncclUnhandledCudaError, text)
         })?;
@@ -140,8 +148,24 @@ impl Update {
         memory.write_i32(layout.source_map, &routing.source_map);
         memory.write_i32(layout.counts, &routing.counts);
         memory.write_i64(layout.bases, &routing.bases);
-        memory.write_i32(layout.slots, &routing.slots);
+        match layout.slots {
+            Slots::Rows(offset) => memory.write_i32(offset, &routing.slots),
+            Slots::Experts(offset) => memory.span.write(offset, &self.experts(routing)),
+        }
         memory.write_i32(layout.token_map, &routing.token_map);
+    }
+
+    /// For each received token, which local experts it has a row of.
+    fn experts(&self, routing: &Routing) -> Vec<u8> {
+        let local_experts = routing.counts.len();
+        let mut flags = vec![0u8; routing.received * local_experts];
+        let tokens = routing.slots.chunks_exact(self.handle.top_k);
+        for (flags, slots) in flags.chunks_exact_mut(local_experts).zip(tokens) {
+            for slot in slots.iter().filter(|slot| **slot >= 0) {
+                flags[routing.bases.partition_point(|base| *base <= i64::from(*slot)) - 1] = 1;
+            }
+        }
+        flags
     }
 
     /// Writes the caller's counters.

@@ -7,9 +7,15 @@ use nvte_ep_bindings::*;
 use super::{driver, driver_current, free_device, put};
 use crate::device::{self, Device};
 use crate::fault::{Fault, Outcome};
+use crate::graph;
 use crate::memory::{self, Kind};
 use crate::stream::{Event, Stream};
 use crate::{copy, errors, sys};
+
+/// A graph.
+pub type CUgraph = *mut c_void;
+/// A graph that can be launched.
+pub type CUgraphExec = *mut c_void;
 
 fn device_of(dev: CUdevice) -> Outcome<&'static Device> {
     device::get(dev).ok_or_else(|| Fault::cuda(CUDA_ERROR_INVALID_DEVICE, format!("there is no device {dev}")))
@@ -220,6 +226,7 @@ pub unsafe extern "C" fn cuCtxGetDevice(device: *mut CUdevice) -> CUresult {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxSynchronize() -> CUresult {
     driver_current(|device| {
+        graph::refuse_device_wait(device, "a wait for the device")?;
         device.synchronize();
         device.check()
     })
@@ -270,7 +277,35 @@ pub unsafe extern "C" fn cuStreamSynchronize(hStream: CUstream) -> CUresult {
     on_stream(hStream, |stream| stream.synchronize())
 }
 
-/// Whether a stream is being captured: never here.
+/// Begins the capture of a stream.
+///
+/// # Safety
+///
+/// Memory of work that is captured stays valid until no launch of the graph uses it.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuStreamBeginCapture_v2(hStream: CUstream, mode: c_uint) -> CUresult {
+    on_stream(hStream, |stream| graph::begin(&stream, mode))
+}
+
+/// Ends a capture and gives the graph.
+///
+/// # Safety
+///
+/// `phGraph` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuStreamEndCapture(hStream: CUstream, phGraph: *mut CUgraph) -> CUresult {
+    on_stream(hStream, |stream| {
+        // SAFETY: the caller's contract.
+        unsafe { put(phGraph, std::ptr::null_mut()) }?;
+        let graph = graph::end(&stream)?;
+        // SAFETY: the caller's contract.
+        unsafe { put(phGraph, graph as CUgraph) }
+    })
+}
+
+/// Whether a stream is captured.
 ///
 /// # Safety
 ///
@@ -279,7 +314,120 @@ pub unsafe extern "C" fn cuStreamSynchronize(hStream: CUstream) -> CUresult {
 #[allow(non_snake_case, reason = "parameter names of the C interface")]
 pub unsafe extern "C" fn cuStreamIsCapturing(hStream: CUstream, captureStatus: *mut c_uint) -> CUresult {
     // SAFETY: the caller's contract.
-    on_stream(hStream, |_| unsafe { put(captureStatus, cudaStreamCaptureStatusNone) })
+    on_stream(hStream, |stream| unsafe { put(captureStatus, graph::status(&stream)?.0) })
+}
+
+/// Status and id of a stream's capture; graph and dependencies are not told.
+///
+/// # Safety
+///
+/// All pointers are null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuStreamGetCaptureInfo_v2(
+    hStream: CUstream,
+    captureStatus_out: *mut c_uint,
+    id_out: *mut u64,
+    graph_out: *mut CUgraph,
+    dependencies_out: *mut *const c_void,
+    numDependencies_out: *mut usize,
+) -> CUresult {
+    let details = [graph_out.cast::<c_void>(), dependencies_out.cast(), numDependencies_out.cast()];
+    on_stream(hStream, |stream| {
+        let info = super::capture_info(&stream, &details)?;
+        // SAFETY: the caller's contract.
+        unsafe { super::put_capture_info(info, captureStatus_out, id_out) }
+    })
+}
+
+/// Status and id of a stream's capture; graph, dependencies and edges are not told.
+///
+/// # Safety
+///
+/// All pointers are null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuStreamGetCaptureInfo_v3(
+    hStream: CUstream,
+    captureStatus_out: *mut c_uint,
+    id_out: *mut u64,
+    graph_out: *mut CUgraph,
+    dependencies_out: *mut *const c_void,
+    edgeData_out: *mut *const c_void,
+    numDependencies_out: *mut usize,
+) -> CUresult {
+    let details =
+        [graph_out.cast::<c_void>(), dependencies_out.cast(), edgeData_out.cast(), numDependencies_out.cast()];
+    on_stream(hStream, |stream| {
+        let info = super::capture_info(&stream, &details)?;
+        // SAFETY: the caller's contract.
+        unsafe { super::put_capture_info(info, captureStatus_out, id_out) }
+    })
+}
+
+/// Exchanges the mode in which captures bind the calling thread.
+///
+/// # Safety
+///
+/// `mode` is null or readable and writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) -> CUresult {
+    // SAFETY: the caller's contract.
+    driver(|| unsafe { super::exchange_capture_mode(mode) })
+}
+
+/// Makes a graph launchable.
+///
+/// # Safety
+///
+/// `phGraphExec` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuGraphInstantiateWithFlags(
+    phGraphExec: *mut CUgraphExec,
+    hGraph: CUgraph,
+    flags: u64,
+) -> CUresult {
+    driver_current(|_| {
+        // SAFETY: the caller's contract.
+        unsafe { put(phGraphExec, std::ptr::null_mut()) }?;
+        let exec = graph::instantiate(hGraph as usize, flags)?;
+        // SAFETY: the caller's contract.
+        unsafe { put(phGraphExec, exec as CUgraphExec) }
+    })
+}
+
+/// Replays a graph in stream order.
+///
+/// # Safety
+///
+/// The memory that the graph uses stays valid until the stream has got there.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuGraphLaunch(hGraphExec: CUgraphExec, hStream: CUstream) -> CUresult {
+    driver(|| graph::launch(hGraphExec as usize, &Stream::resolve(hStream, device::selected())?))
+}
+
+/// Destroys a launchable graph; launches that are going on finish.
+///
+/// # Safety
+///
+/// Always safe to call; an unknown handle is refused.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuGraphExecDestroy(hGraphExec: CUgraphExec) -> CUresult {
+    driver(|| graph::destroy_exec(hGraphExec as usize))
+}
+
+/// Destroys a graph; launchable ones made from it stay.
+///
+/// # Safety
+///
+/// Always safe to call; an unknown handle is refused.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuGraphDestroy(hGraph: CUgraph) -> CUresult {
+    driver(|| graph::destroy_graph(hGraph as usize))
 }
 
 /// Makes a stream wait for an event.
@@ -394,7 +542,7 @@ pub unsafe extern "C" fn cuMemAlloc_v2(dptr: *mut CUdeviceptr, bytesize: usize) 
         }
         // SAFETY: the caller's contract.
         unsafe { put(dptr, 0) }?;
-        let pointer = memory::allocate(bytesize, Kind::Device, device.ordinal)?;
+        let pointer = super::allocate(bytesize, Kind::Device, device)?;
         // SAFETY: the caller's contract.
         unsafe { put(dptr, pointer as CUdeviceptr) }
     })

@@ -7,6 +7,7 @@ use nvte_ep_bindings::*;
 use super::{LAST_RUNTIME_ERROR, free_device, put, runtime, runtime_query};
 use crate::device;
 use crate::fault::Fault;
+use crate::graph;
 use crate::memory::{self, Kind};
 use crate::stream::{Event, Stream};
 use crate::{copy, errors, sys};
@@ -14,6 +15,14 @@ use crate::{copy, errors, sys};
 /// An event.
 #[allow(non_camel_case_types, reason = "name of the C interface")]
 pub type cudaEvent_t = *mut CUevent_st;
+
+/// A graph.
+#[allow(non_camel_case_types, reason = "name of the C interface")]
+pub type cudaGraph_t = *mut c_void;
+
+/// A graph that can be launched.
+#[allow(non_camel_case_types, reason = "name of the C interface")]
+pub type cudaGraphExec_t = *mut c_void;
 
 /// A function that a stream calls on the host.
 #[allow(non_camel_case_types, non_snake_case, reason = "names of the C interface")]
@@ -62,6 +71,7 @@ pub unsafe extern "C" fn cudaSetDevice(device: c_int) -> cudaError_t {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cudaDeviceSynchronize() -> cudaError_t {
     runtime(|device| {
+        graph::refuse_device_wait(device, "a wait for the device")?;
         device.synchronize();
         device.check()
     })
@@ -119,7 +129,7 @@ pub unsafe extern "C" fn cudaMalloc(devPtr: *mut *mut c_void, size: usize) -> cu
     runtime(|device| {
         // SAFETY: the caller's contract.
         unsafe { put(devPtr, std::ptr::null_mut()) }?;
-        let pointer = memory::allocate(size, Kind::Device, device.ordinal)?;
+        let pointer = super::allocate(size, Kind::Device, device)?;
         // SAFETY: the caller's contract.
         unsafe { put(devPtr, pointer) }
     })
@@ -146,7 +156,7 @@ pub unsafe extern "C" fn cudaMallocHost(ptr: *mut *mut c_void, size: usize) -> c
     runtime(|device| {
         // SAFETY: the caller's contract.
         unsafe { put(ptr, std::ptr::null_mut()) }?;
-        let pointer = memory::allocate(size, Kind::Pinned, device.ordinal)?;
+        let pointer = super::allocate(size, Kind::Pinned, device)?;
         // SAFETY: the caller's contract.
         unsafe { put(ptr, pointer) }
     })
@@ -166,7 +176,7 @@ pub unsafe extern "C" fn cudaHostAlloc(pHost: *mut *mut c_void, size: usize, fla
         }
         // SAFETY: the caller's contract.
         unsafe { put(pHost, std::ptr::null_mut()) }?;
-        let pointer = memory::allocate(size, Kind::Pinned, device.ordinal)?;
+        let pointer = super::allocate(size, Kind::Pinned, device)?;
         // SAFETY: the caller's contract.
         unsafe { put(pHost, pointer) }
     })
@@ -183,6 +193,7 @@ pub unsafe extern "C" fn cudaFreeHost(ptr: *mut c_void) -> cudaError_t {
         if ptr.is_null() {
             return Ok(());
         }
+        graph::refuse_unsafe("freeing pinned memory")?;
         let allocation = memory::forget(ptr as usize, |kind| kind == Kind::Pinned)?;
         device.synchronize();
         memory::release(allocation);
@@ -199,7 +210,8 @@ pub unsafe extern "C" fn cudaFreeHost(ptr: *mut c_void) -> cudaError_t {
 #[allow(non_snake_case, reason = "parameter names of the C interface")]
 pub unsafe extern "C" fn cudaMallocAsync(devPtr: *mut *mut c_void, size: usize, hStream: cudaStream_t) -> cudaError_t {
     runtime(|device| {
-        Stream::resolve(hStream, device)?;
+        let stream = Stream::resolve(hStream, device)?;
+        graph::refuse_on_captured(&stream, "an allocation in stream order")?;
         // SAFETY: the caller's contract.
         unsafe { put(devPtr, std::ptr::null_mut()) }?;
         let pointer = memory::allocate(size, Kind::Device, device.ordinal)?;
@@ -407,7 +419,34 @@ pub unsafe extern "C" fn cudaStreamWaitEvent(stream: cudaStream_t, event: cudaEv
     })
 }
 
-/// Whether a stream is being captured: never here.
+/// Begins the capture of a stream.
+///
+/// # Safety
+///
+/// Memory of work that is captured stays valid until no launch of the graph uses it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cudaStreamBeginCapture(stream: cudaStream_t, mode: c_uint) -> cudaError_t {
+    runtime(|device| graph::begin(&Stream::resolve(stream, device)?, mode))
+}
+
+/// Ends a capture and gives the graph.
+///
+/// # Safety
+///
+/// `pGraph` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cudaStreamEndCapture(stream: cudaStream_t, pGraph: *mut cudaGraph_t) -> cudaError_t {
+    runtime(|device| {
+        // SAFETY: the caller's contract.
+        unsafe { put(pGraph, std::ptr::null_mut()) }?;
+        let graph = graph::end(&Stream::resolve(stream, device)?)?;
+        // SAFETY: the caller's contract.
+        unsafe { put(pGraph, graph as cudaGraph_t) }
+    })
+}
+
+/// Whether a stream is captured.
 ///
 /// # Safety
 ///
@@ -419,10 +458,114 @@ pub unsafe extern "C" fn cudaStreamIsCapturing(
     pCaptureStatus: *mut cudaStreamCaptureStatus,
 ) -> cudaError_t {
     runtime(|device| {
-        Stream::resolve(stream, device)?;
+        let (status, _) = graph::status(&Stream::resolve(stream, device)?)?;
         // SAFETY: the caller's contract.
-        unsafe { put(pCaptureStatus, cudaStreamCaptureStatusNone) }
+        unsafe { put(pCaptureStatus, status) }
     })
+}
+
+/// Status and id of a stream's capture; graph and dependencies are not told.
+///
+/// # Safety
+///
+/// All pointers are null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cudaStreamGetCaptureInfo_v2(
+    stream: cudaStream_t,
+    captureStatus_out: *mut cudaStreamCaptureStatus,
+    id_out: *mut u64,
+    graph_out: *mut cudaGraph_t,
+    dependencies_out: *mut *const c_void,
+    numDependencies_out: *mut usize,
+) -> cudaError_t {
+    let details = [graph_out.cast::<c_void>(), dependencies_out.cast(), numDependencies_out.cast()];
+    runtime(|device| {
+        let info = super::capture_info(&Stream::resolve(stream, device)?, &details)?;
+        // SAFETY: the caller's contract.
+        unsafe { super::put_capture_info(info, captureStatus_out, id_out) }
+    })
+}
+
+/// Exchanges the mode in which captures bind the calling thread.
+///
+/// # Safety
+///
+/// `mode` is null or readable and writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cudaThreadExchangeStreamCaptureMode(mode: *mut c_uint) -> cudaError_t {
+    // SAFETY: the caller's contract.
+    runtime_query(|| unsafe { super::exchange_capture_mode(mode) })
+}
+
+/// Makes a graph launchable; the signature is that of CUDA 12 and later.
+///
+/// # Safety
+///
+/// `pGraphExec` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cudaGraphInstantiate(
+    pGraphExec: *mut cudaGraphExec_t,
+    graph: cudaGraph_t,
+    flags: u64,
+) -> cudaError_t {
+    runtime(|_| {
+        // SAFETY: the caller's contract.
+        unsafe { put(pGraphExec, std::ptr::null_mut()) }?;
+        let exec = graph::instantiate(graph as usize, flags)?;
+        // SAFETY: the caller's contract.
+        unsafe { put(pGraphExec, exec as cudaGraphExec_t) }
+    })
+}
+
+/// Makes a graph launchable.
+///
+/// # Safety
+///
+/// As [`cudaGraphInstantiate`].
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cudaGraphInstantiateWithFlags(
+    pGraphExec: *mut cudaGraphExec_t,
+    graph: cudaGraph_t,
+    flags: u64,
+) -> cudaError_t {
+    // SAFETY: the same contract.
+    unsafe { cudaGraphInstantiate(pGraphExec, graph, flags) }
+}
+
+/// Replays a graph in stream order.
+///
+/// # Safety
+///
+/// The memory that the graph uses stays valid until the stream has got there.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cudaGraphLaunch(graphExec: cudaGraphExec_t, stream: cudaStream_t) -> cudaError_t {
+    // A device with an error is the launch's own business: it has peers to tell.
+    runtime_query(|| graph::launch(graphExec as usize, &Stream::resolve(stream, device::make_current())?))
+}
+
+/// Destroys a launchable graph; launches that are going on finish.
+///
+/// # Safety
+///
+/// Always safe to call; an unknown handle is refused.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cudaGraphExecDestroy(graphExec: cudaGraphExec_t) -> cudaError_t {
+    runtime_query(|| graph::destroy_exec(graphExec as usize))
+}
+
+/// Destroys a graph; launchable ones made from it stay.
+///
+/// # Safety
+///
+/// Always safe to call; an unknown handle is refused.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cudaGraphDestroy(graph: cudaGraph_t) -> cudaError_t {
+    runtime_query(|| graph::destroy_graph(graph as usize))
 }
 
 /// Calls a host function in stream order.
@@ -445,7 +588,7 @@ pub unsafe extern "C" fn cudaLaunchHostFunc(
             unsafe { host_fn(data as *mut c_void) };
             Ok(())
         };
-        Stream::resolve(stream, device)?.enqueue(Vec::new(), run).map(drop)
+        Stream::resolve(stream, device)?.enqueue(&[], run).map(drop)
     })
 }
 

@@ -14,6 +14,7 @@ use nvte_ep_bindings::*;
 use crate::comm;
 use crate::device::{self, Device};
 use crate::fault::{Fault, Outcome, contain, report};
+use crate::graph;
 use crate::stream;
 
 thread_local! {
@@ -106,11 +107,18 @@ unsafe fn put<T>(pointer: *mut T, value: T) -> Outcome<()> {
     Ok(())
 }
 
+/// A call of the caller's that allocates device or pinned memory.
+fn allocate(bytes: usize, kind: crate::memory::Kind, device: &'static Device) -> Outcome<*mut c_void> {
+    graph::refuse_unsafe("an allocation")?;
+    crate::memory::allocate(bytes, kind, device.ordinal)
+}
+
 /// What the two CUDA interfaces have in common to free device memory.
 fn free_device(pointer: *mut c_void, device: &'static Device) -> Outcome<()> {
     if pointer.is_null() {
         return Ok(());
     }
+    graph::refuse_unsafe("freeing device memory")?;
     // An unknown pointer must not wait for work that may never end.
     let known = crate::memory::find(pointer as usize);
     if known.is_none_or(|allocation| allocation.base != pointer as usize || !allocation.kind.on_device()) {
@@ -120,5 +128,53 @@ fn free_device(pointer: *mut c_void, device: &'static Device) -> Outcome<()> {
     device.check()?;
     let allocation = crate::memory::forget(pointer as usize, crate::memory::Kind::on_device)?;
     crate::memory::release(allocation);
+    Ok(())
+}
+
+/// Status and id of a stream's capture; `details` are places for what is not supported.
+fn capture_info(
+    stream: &std::sync::Arc<stream::Stream>,
+    details: &[*mut c_void],
+) -> Outcome<(cudaStreamCaptureStatus, u64)> {
+    let info = graph::status(stream)?;
+    if info.0 == cudaStreamCaptureStatusActive && details.iter().any(|place| !place.is_null()) {
+        let text = "graph and dependencies of a capture are not supported by the host runtime";
+        return Err(Fault::cuda(cudaErrorNotSupported, text));
+    }
+    Ok(info)
+}
+
+/// Writes what [`capture_info`] gave; the id only for a valid capture, as in CUDA.
+///
+/// # Safety
+///
+/// `status` and `id` are null or writable.
+unsafe fn put_capture_info(
+    info: (cudaStreamCaptureStatus, u64),
+    status: *mut cudaStreamCaptureStatus,
+    id: *mut u64,
+) -> Outcome<()> {
+    // SAFETY: the caller's contract.
+    unsafe { put(status, info.0) }?;
+    if info.0 == cudaStreamCaptureStatusActive && !id.is_null() {
+        // SAFETY: not null, and writable by the caller's word.
+        unsafe { id.write(info.1) };
+    }
+    Ok(())
+}
+
+/// `cudaThreadExchangeStreamCaptureMode`.
+///
+/// # Safety
+///
+/// `mode` is null or readable and writable.
+unsafe fn exchange_capture_mode(mode: *mut u32) -> Outcome<()> {
+    if mode.is_null() {
+        return Err(Fault::cuda(cudaErrorInvalidValue, "the pointer to the capture mode is null"));
+    }
+    // SAFETY: not null, and readable by the caller's word.
+    let new = graph::Mode::from_number(unsafe { mode.read() })?;
+    // SAFETY: as above.
+    unsafe { mode.write(graph::exchange_thread_mode(new).number()) };
     Ok(())
 }

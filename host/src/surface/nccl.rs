@@ -9,6 +9,7 @@ use super::{nccl, put};
 use crate::comm::{self, Comm};
 use crate::device;
 use crate::errors;
+use crate::graph;
 use crate::memory::{self, Kind};
 use crate::stream::Stream;
 
@@ -199,7 +200,7 @@ pub unsafe extern "C" fn ncclBroadcast(
     })
 }
 
-/// Starts a group: communicators created in it are created at the same time.
+/// Starts a group: communicators created and windows registered in it are set up at the same time.
 ///
 /// # Safety
 ///
@@ -216,7 +217,7 @@ pub unsafe extern "C" fn ncclGroupStart() -> ncclResult_t {
 ///
 /// # Safety
 ///
-/// The addresses given to `ncclCommInitRank` in the group are still writable.
+/// The addresses given to `ncclCommInitRank` and `ncclCommWindowRegister` in the group are still writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGroupEnd() -> ncclResult_t {
     nccl(comm::group_end)
@@ -234,7 +235,7 @@ pub unsafe extern "C" fn ncclMemAlloc(ptr: *mut *mut c_void, size: usize) -> ncc
         device.check()?;
         // SAFETY: the caller's contract.
         unsafe { put(ptr, std::ptr::null_mut()) }?;
-        let memory = memory::allocate(size, Kind::Nccl, device.ordinal)?;
+        let memory = super::allocate(size, Kind::Nccl, device)?;
         // SAFETY: the caller's contract.
         unsafe { put(ptr, memory) }
     })
@@ -252,6 +253,7 @@ pub unsafe extern "C" fn ncclMemFree(ptr: *mut c_void) -> ncclResult_t {
         if ptr.is_null() {
             return Ok(());
         }
+        graph::refuse_unsafe("ncclMemFree")?;
         let allocation = memory::forget(ptr as usize, |kind| kind == Kind::Nccl)
             .map_err(|fault| crate::fault::Fault::nccl(ncclInvalidArgument, format!("ncclMemFree: {}", fault.text)))?;
         device.synchronize();
@@ -260,11 +262,12 @@ pub unsafe extern "C" fn ncclMemFree(ptr: *mut c_void) -> ncclResult_t {
     })
 }
 
-/// Registers memory of `ncclMemAlloc` as a window.
+/// Registers memory of `ncclMemAlloc` as a window; with `NCCL_WIN_COLL_SYMMETRIC` collective, and inside a group done by
+/// `ncclGroupEnd`.
 ///
 /// # Safety
 ///
-/// `win` is null or writable; the memory stays until the window is deregistered.
+/// `win` is null or writable, inside a group until it ends; the memory stays until the window is deregistered.
 #[unsafe(no_mangle)]
 #[allow(non_snake_case, reason = "parameter names of the C interface")]
 pub unsafe extern "C" fn ncclCommWindowRegister(
@@ -278,9 +281,8 @@ pub unsafe extern "C" fn ncclCommWindowRegister(
         let comm = Comm::resolve(comm, "ncclCommWindowRegister")?;
         // SAFETY: the caller's contract.
         unsafe { put(win, std::ptr::null_mut()) }?;
-        let window = comm.register(buff, size, winFlags)?;
         // SAFETY: the caller's contract.
-        unsafe { put(win, window) }
+        unsafe { comm.register(buff, size, winFlags, win) }
     })
 }
 

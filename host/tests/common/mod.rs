@@ -1,6 +1,9 @@
 //! What the integration tests share: ranks as threads with a device each, device buffers, descriptors.
 
 #![allow(dead_code, reason = "each test binary uses a part")]
+#![allow(non_upper_case_globals, reason = "constants of the C interfaces in patterns")]
+
+pub mod reference;
 
 use std::ffi::{CStr, c_char, c_void};
 use std::mem::size_of;
@@ -238,6 +241,60 @@ pub fn group_config(experts: usize, max_tokens: usize, capacity: usize, token_by
     })
 }
 
+/// Memory of `ncclMemAlloc` that every rank has registered.
+pub struct WindowMemory {
+    pub base: *mut u8,
+    pub bytes: usize,
+    pub window: ncclWindow_t,
+    comm: ncclComm_t,
+    stream: cudaStream_t,
+}
+
+impl WindowMemory {
+    /// Collective.
+    pub fn new(rank: &Rank, bytes: usize) -> Self {
+        let (mut base, mut window) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the result pointer is ours.
+        nccl_ok(unsafe { ncclMemAlloc(&raw mut base, bytes) });
+        let flags = NCCL_WIN_COLL_SYMMETRIC as i32;
+        // SAFETY: the result pointer is ours, and the memory has that many bytes.
+        nccl_ok(unsafe { ncclCommWindowRegister(rank.comm, base, bytes, &raw mut window, flags) });
+        Self { base: base.cast(), bytes, window, comm: rank.comm, stream: rank.stream }
+    }
+
+    pub fn set(&self, offset: usize, values: &[u8]) {
+        assert!(offset + values.len() <= self.bytes);
+        let to = self.base.wrapping_add(offset).cast();
+        // SAFETY: both ranges have that many bytes; the source is copied at the call.
+        ok(unsafe { cudaMemcpyAsync(to, values.as_ptr().cast(), values.len(), cudaMemcpyHostToDevice, self.stream) });
+    }
+
+    pub fn get(&self, offset: usize, bytes: usize) -> Vec<u8> {
+        assert!(offset + bytes <= self.bytes);
+        let mut values = vec![0; bytes];
+        let from = self.base.wrapping_add(offset).cast();
+        // SAFETY: both ranges have that many bytes; a copy to pageable memory is done when the call returns.
+        ok(unsafe { cudaMemcpyAsync(values.as_mut_ptr().cast(), from, bytes, cudaMemcpyDeviceToHost, self.stream) });
+        values
+    }
+
+    /// A tensor that lies at an offset; without `data` the library has to find it.
+    pub fn desc(&self, offset: usize, datatype: ncclDataType_t, sizes: &[usize], with_data: bool) -> Desc {
+        let data = if with_data { self.base.wrapping_add(offset).cast() } else { ptr::null_mut() };
+        let mut desc = Desc::new(data, datatype, sizes);
+        desc.tensor.win_hdl = self.window;
+        desc.tensor.win_offset = offset as u64;
+        desc
+    }
+
+    pub fn free(self) {
+        // SAFETY: no preconditions.
+        nccl_ok(unsafe { ncclCommWindowDeregister(self.comm, self.window) });
+        // SAFETY: nobody uses the memory any more.
+        nccl_ok(unsafe { ncclMemFree(self.base.cast()) });
+    }
+}
+
 /// A handle with its memory.
 pub struct TestHandle {
     pub handle: ncclEpHandle_t,
@@ -283,14 +340,32 @@ impl TestHandle {
 /// Environment of a re-executed test: rank, ranks and unique id.
 const ROLE: &str = "NVTE_EP_HOST_TEST_ROLE";
 
+/// A unique id as text for [`spawn_rank_with`].
+pub fn hex(id: &ncclUniqueId) -> String {
+    id.internal.iter().map(|b| format!("{:02x}", b.cast_unsigned())).collect()
+}
+
 /// A rank as a process: this test binary, running the ignored test `entry`.
 pub fn spawn_rank(entry: &str, id: &ncclUniqueId, rank: usize, ranks: usize, timeout_ms: u32) -> std::process::Child {
-    let id: String = id.internal.iter().map(|b| format!("{:02x}", b.cast_unsigned())).collect();
+    let id = hex(id);
+    spawn_rank_with(entry, &id, rank, ranks, timeout_ms, &[])
+}
+
+/// As [`spawn_rank`], with more environment variables.
+pub fn spawn_rank_with(
+    entry: &str,
+    id: &str,
+    rank: usize,
+    ranks: usize,
+    timeout_ms: u32,
+    variables: &[(&str, &str)],
+) -> std::process::Child {
     std::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", entry, "--ignored", "--nocapture", "--test-threads=1"])
         .env(ROLE, format!("{rank} {ranks} {id}"))
         .env("NVTE_EP_HOST_TIMEOUT_MS", timeout_ms.to_string())
         .env_remove("NVTE_EP_HOST_DEVICES")
+        .envs(variables.iter().copied())
         .stdin(std::process::Stdio::piped())
         .stdout(std::process::Stdio::piped())
         .stderr(std::process::Stdio::piped())
