@@ -47,7 +47,17 @@ typedef struct cudaPointerAttributes {
  */
 typedef CUevent_st *cudaEvent_t;
 
+/**
+ * A graph.
+ */
+typedef void *cudaGraph_t;
+
 typedef unsigned int cudaStreamCaptureStatus;
+
+/**
+ * A graph that can be launched.
+ */
+typedef void *cudaGraphExec_t;
 
 /**
  * A function that a stream calls on the host.
@@ -839,12 +849,89 @@ cudaError_t cudaStreamQuery(cudaStream_t stream);
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int flags);
 
 /**
- * Whether a stream is being captured: never here.
+ * Begins the capture of a stream.
+ *
+ * What the caller vouches for:
+ * Memory of work that is captured stays valid until no launch of the graph uses it.
+ */
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, unsigned int mode);
+
+/**
+ * Ends a capture and gives the graph.
+ *
+ * What the caller vouches for:
+ * `pGraph` is null or writable.
+ */
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *pGraph);
+
+/**
+ * Whether a stream is captured.
  *
  * What the caller vouches for:
  * `pCaptureStatus` is null or writable.
  */
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *pCaptureStatus);
+
+/**
+ * Status and id of a stream's capture; graph and dependencies are not told.
+ *
+ * What the caller vouches for:
+ * All pointers are null or writable.
+ */
+cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream,
+                                        cudaStreamCaptureStatus *captureStatus_out,
+                                        uint64_t *id_out,
+                                        cudaGraph_t *graph_out,
+                                        const void **dependencies_out,
+                                        size_t *numDependencies_out);
+
+/**
+ * Exchanges the mode in which captures bind the calling thread.
+ *
+ * What the caller vouches for:
+ * `mode` is null or readable and writable.
+ */
+cudaError_t cudaThreadExchangeStreamCaptureMode(unsigned int *mode);
+
+/**
+ * Makes a graph launchable; the signature is that of CUDA 12 and later.
+ *
+ * What the caller vouches for:
+ * `pGraphExec` is null or writable.
+ */
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *pGraphExec, cudaGraph_t graph, uint64_t flags);
+
+/**
+ * Makes a graph launchable.
+ *
+ * What the caller vouches for:
+ * As [`cudaGraphInstantiate`].
+ */
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *pGraphExec, cudaGraph_t graph, uint64_t flags);
+
+/**
+ * Replays a graph in stream order.
+ *
+ * What the caller vouches for:
+ * The memory that the graph uses stays valid until the stream has got there.
+ */
+cudaError_t cudaGraphLaunch(cudaGraphExec_t graphExec, cudaStream_t stream);
+
+/**
+ * Destroys a launchable graph; launches that are going on finish.
+ *
+ * What the caller vouches for:
+ * Always safe to call; an unknown handle is refused.
+ */
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graphExec);
+
+/**
+ * Destroys a graph; launchable ones made from it stay.
+ *
+ * What the caller vouches for:
+ * Always safe to call; an unknown handle is refused.
+ */
+cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 
 /**
  * Calls a host function in stream order.

@@ -239,7 +239,7 @@ ncclResult_t ncclBroadcast(const void *sendbuff,
                            cudaStream_t stream);
 
 /**
- * Starts a group: communicators created in it are created at the same time.
+ * Starts a group: communicators created and windows registered in it are set up at the same time.
  *
  * What the caller vouches for:
  * Always safe to call.
@@ -250,7 +250,7 @@ ncclResult_t ncclGroupStart(void);
  * Ends a group.
  *
  * What the caller vouches for:
- * The addresses given to `ncclCommInitRank` in the group are still writable.
+ * The addresses given to `ncclCommInitRank` and `ncclCommWindowRegister` in the group are still writable.
  */
 ncclResult_t ncclGroupEnd(void);
 
@@ -271,10 +271,11 @@ ncclResult_t ncclMemAlloc(void **ptr, size_t size);
 ncclResult_t ncclMemFree(void *ptr);
 
 /**
- * Registers memory of `ncclMemAlloc` as a window.
+ * Registers memory of `ncclMemAlloc` as a window; with `NCCL_WIN_COLL_SYMMETRIC` collective, and inside a group done by
+ * `ncclGroupEnd`.
  *
  * What the caller vouches for:
- * `win` is null or writable; the memory stays until the window is deregistered.
+ * `win` is null or writable, inside a group until it ends; the memory stays until the window is deregistered.
  */
 ncclResult_t ncclCommWindowRegister(ncclComm_t comm,
                                     void *buff,
