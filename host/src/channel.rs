@@ -226,6 +226,11 @@ impl std::fmt::Debug for Breaker {
 }
 
 impl Breaker {
+    /// Whether both end the same channel.
+    pub fn is(&self, other: &Self) -> bool {
+        std::sync::Arc::ptr_eq(&self.control, &other.control)
+    }
+
     /// Ends the channel; peers that wait get an error with this text.
     pub fn trip(&self, text: &str) {
         self.control.fail(self.rank, text);
@@ -257,11 +262,8 @@ impl std::fmt::Debug for Channel {
 
 /// Time that a rank waits for its peers.
 pub fn timeout() -> Duration {
-    std::env::var(TIMEOUT_VARIABLE)
-        .ok()
-        .and_then(|text| text.parse().ok())
-        .filter(|ms| *ms > 0)
-        .map_or(DEFAULT_TIMEOUT, Duration::from_millis)
+    let milliseconds = sys::positive_from_environment(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT.as_millis() as u64);
+    Duration::from_millis(milliseconds)
 }
 
 /// Folder for rendezvous files.

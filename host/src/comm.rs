@@ -113,6 +113,7 @@ impl Line {
     /// Refuses operations from now on, also those of graphs.
     pub fn close(&self) {
         self.0.closed.store(true, Ordering::SeqCst);
+        self.0.status.breakers.lock().retain(|breaker| !breaker.is(&self.0.breaker));
     }
 }
 

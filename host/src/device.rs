@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 
 use crate::fault::{self, Fault, Outcome};
 use crate::stream::{Kind, Stream};
+use crate::sys;
 
 /// Environment variable with the number of devices that a process sees (default 1). Several are for programs whose
 /// ranks are threads: one device each, as with GPUs.
@@ -44,7 +45,7 @@ pub struct Sticky {
 }
 
 static DEVICES: LazyLock<Box<[Device]>> = LazyLock::new(|| {
-    let count = std::env::var(DEVICES_VARIABLE).ok().and_then(|text| text.parse().ok()).unwrap_or(1).clamp(1, 1024);
+    let count = i32::try_from(sys::positive_from_environment(DEVICES_VARIABLE, 1)).unwrap_or(i32::MAX).min(1024);
     (0..count)
         .map(|ordinal| Device {
             ordinal,

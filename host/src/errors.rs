@@ -64,11 +64,11 @@ pub fn description(code: u32) -> Option<&'static CStr> {
 pub fn nccl_description(code: ncclResult_t) -> &'static CStr {
     match code {
         ncclSuccess => c"no error",
-        ncclUnhandledCudaError => c"a CUDA call failed (ncclGetLastError has the text)",
-        ncclSystemError => c"a system call failed or a peer did not answer (ncclGetLastError has the text)",
+        ncclUnhandledCudaError => c"a CUDA call failed",
+        ncclSystemError => c"a system call failed or a peer did not answer",
         ncclInternalError => c"internal error",
-        ncclInvalidArgument => c"invalid argument (ncclGetLastError has the text)",
-        ncclInvalidUsage => c"invalid usage (ncclGetLastError has the text)",
+        ncclInvalidArgument => c"invalid argument",
+        ncclInvalidUsage => c"invalid usage",
         ncclRemoteError => c"a peer failed or its process ended",
         ncclInProgress => c"operation in progress",
         ncclTimeout => c"operation timed out",

@@ -185,3 +185,16 @@ pub fn memory_info() -> (usize, usize) {
     };
     (field("MemAvailable"), field("MemTotal"))
 }
+
+/// A positive number from the environment. What is none is read as `default` and said so on stderr, since there is no caller
+/// who could be told in another way.
+pub fn positive_from_environment(name: &str, default: u64) -> u64 {
+    use std::io::Write;
+    let Some(value) = std::env::var_os(name).filter(|value| !value.is_empty()) else { return default };
+    let parsed = value.to_str().and_then(|text| text.trim().parse().ok()).filter(|number| *number > 0);
+    parsed.unwrap_or_else(|| {
+        let _ =
+            writeln!(std::io::stderr(), "nvte-ep-host: {name} takes a positive number; {value:?} is read as {default}");
+        default
+    })
+}
