@@ -75,6 +75,8 @@ pub struct GroupRequest {
 pub struct Dialect {
     /// The name of the field that caps the multiprocessors.
     pub sm_field: &'static str,
+    /// The name of the argument that configures a layer.
+    pub layer_argument: &'static str,
     /// Whether `max_recv_tokens_per_rank` = 0 asks for eager mode.
     pub eager: bool,
     /// How many handles are kept unless `NVTE_EP_HANDLE_CACHE_SIZE` says otherwise.
@@ -83,9 +85,11 @@ pub struct Dialect {
 
 impl Dialect {
     /// The register_layer ABI.
-    pub const REGISTER_LAYER: Self = Self { sm_field: "max_num_sms", eager: false, default_handle_limit: 8192 };
+    pub const REGISTER_LAYER: Self =
+        Self { sm_field: "max_num_sms", layer_argument: "layer_config", eager: false, default_handle_limit: 8192 };
     /// TransformerEngine's ABI since 2.19.
-    pub const TE: Self = Self { sm_field: "num_comm_sms", eager: true, default_handle_limit: 4096 };
+    pub const TE: Self =
+        Self { sm_field: "num_comm_sms", layer_argument: "layer_cfg", eager: true, default_handle_limit: 4096 };
 }
 
 /// What a group is.
@@ -385,7 +389,8 @@ impl LayerConfig {
         if self.top_k <= most {
             return Ok(());
         }
-        Err(Error::argument("layer_config.top_k", format!("must be at most the group's {what}, {most}"), self.top_k))
+        let argument = format!("{}.top_k", group.dialect.layer_argument);
+        Err(Error::argument(argument, format!("must be at most the group's {what}, {most}"), self.top_k))
     }
 }
 

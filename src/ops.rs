@@ -10,7 +10,7 @@
 use crate::config::{GroupConfig, LayerConfig, RecvCapacity, Transfer};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::tensor::TensorView;
+use crate::tensor::{Shape, TensorView};
 
 /// What the last prepare of a layer left behind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -137,6 +137,9 @@ impl Dispatch {
         require_recv_rows(&mut self.recv_tokens, width, group, Side::Written)?;
         self.recv_tokens.require_dtype_of(&self.tokens)?;
         require_same_scaling(&self.tokens, &mut self.recv_tokens, group)?;
+        if self.topk_weights.is_some() {
+            stand_in_for_nothing(&mut self.recv_topk_weights, "recv_topk_weights", &self.recv_tokens);
+        }
         match (&self.topk_weights, &mut self.recv_topk_weights) {
             (None, None) => {}
             (Some(weights), Some(recv_weights)) => {
@@ -150,6 +153,14 @@ impl Dispatch {
             (None, Some(_)) => return Err(missing("topk_weights", "recv_topk_weights")),
         }
         Ok(self)
+    }
+}
+
+/// A rank that receives nothing in eager mode passes weights of no entries, which may look like no tensor at all.
+fn stand_in_for_nothing(weights: &mut Option<TensorView>, name: &'static str, rows_of: &TensorView) {
+    if weights.is_none() && rows_of.shape.sizes().first() == Some(&0) {
+        let shape = Shape::new(&[0]).expect("one dimension");
+        *weights = Some(TensorView { name, dtype: DType::Float32, shape, data: 0, window: None, scales: None });
     }
 }
 
@@ -182,6 +193,18 @@ impl DispatchBwd {
         require_plain(&self.grad)?;
         require_recv_rows(&mut self.grad, width, group, Side::Read)?;
         self.grad_tokens.require_dtype_of(&self.grad)?;
+        // The backward kernels clear and fill as many staging rows as grad has, unchecked (nccl_ep 0.1.0).
+        if group.recv_capacity == RecvCapacity::Eager && self.grad.shape.sizes()[0] as u64 > group.internal_rows() {
+            let most = group.internal_rows();
+            let required =
+                format!("must have at most ep_size * max_tokens_per_rank * num_topk rows, {most}, in eager mode");
+            return Err(Error::argument(self.grad.name, required, format!("{:?}", self.grad.shape)).with_remedy(
+                "the padding takes the step beyond that: initialize with a larger num_topk, or lower the alignment",
+            ));
+        }
+        if self.grad_topk_weights.is_some() {
+            stand_in_for_nothing(&mut self.g_recv_topk_weights, "g_recv_topk_weights", &self.grad);
+        }
         match (&mut self.g_recv_topk_weights, &self.grad_topk_weights) {
             (None, None) => {}
             (Some(recv_weights), Some(weights)) => {
@@ -361,7 +384,7 @@ enum Side {
 /// A `[C, H]` tensor of the receiving side; cuts it to C rows.
 fn require_recv_rows(tensor: &mut TensorView, width: usize, group: &GroupConfig, side: Side) -> Result<()> {
     let (rows, columns) = tensor.matrix("[recv_T, hidden_dim]")?;
-    let kept = recv_rows(tensor, rows, "rows", group, side)?;
+    let kept = recv_rows(tensor, rows, group)?;
     if columns != width {
         let required = format!("must have the token rows' width, {width}");
         return Err(Error::argument(tensor.name, required, format!("{:?}", tensor.shape)));
@@ -380,17 +403,11 @@ fn require_recv_rows(tensor: &mut TensorView, width: usize, group: &GroupConfig,
 }
 
 /// How many of a receive-side tensor's rows count.
-fn recv_rows(tensor: &TensorView, rows: usize, what: &str, group: &GroupConfig, side: Side) -> Result<usize> {
+fn recv_rows(tensor: &TensorView, rows: usize, group: &GroupConfig) -> Result<usize> {
     match group.recv_capacity {
         RecvCapacity::Fixed(capacity) if rows >= capacity as usize => Ok(capacity as usize),
         RecvCapacity::Fixed(capacity) => {
-            let required = format!("must have at least max_recv_tokens_per_rank {what}, {capacity}");
-            Err(Error::argument(tensor.name, required, format!("{:?}", tensor.shape)))
-        }
-        // The backward kernels clear and fill as many staging rows as the tensor has, unchecked (nccl_ep 0.1.0).
-        RecvCapacity::Eager if side == Side::Read && rows as u64 > group.internal_rows() => {
-            let most = group.internal_rows();
-            let required = format!("must have at most ep_size * max_tokens_per_rank * num_topk {what}, {most}");
+            let required = format!("must have at least max_recv_tokens_per_rank rows, {capacity}");
             Err(Error::argument(tensor.name, required, format!("{:?}", tensor.shape)))
         }
         RecvCapacity::Eager => Ok(rows),
@@ -433,7 +450,7 @@ mod tests {
     use crate::config::tests::REQUEST;
     use crate::config::{Dialect, GroupRequest};
     use crate::tensor::tests::view;
-    use crate::tensor::{Scales, Shape, Window};
+    use crate::tensor::{Scales, Window};
 
     /// 4 ranks, 16 experts, 64 tokens, 512 receive rows, hidden 512, bfloat16.
     fn group() -> GroupConfig {
@@ -827,11 +844,24 @@ mod tests {
         empty.recv_topk_weights = Some(view("recv_topk_weights", DType::Float32, &[0]));
         empty.recv_tokens.data = 0;
         empty.check(&eager(), &layer(), PREPARED).unwrap();
+        // The same, with weights that arrived as no tensor: still a forward pass on this rank, as on the others.
+        let nothing = Dispatch { recv_topk_weights: None, ..empty };
+        let nothing = nothing.check(&eager(), &layer(), PREPARED).unwrap();
+        assert_eq!(nothing.recv_topk_weights.unwrap().shape.sizes(), [0]);
+        let mut call = DispatchBwd { g_recv_topk_weights: None, ..dispatch_bwd() };
+        call.grad = view("grad", DType::BFloat16, &[0, 512]);
+        let call = call.check(&eager(), &layer(), PREPARED).unwrap();
+        assert_eq!(call.g_recv_topk_weights.unwrap().shape.sizes(), [0]);
+        let beyond = &[4 * 64 * 2 + 1, 512];
         let mut call = combine();
-        call.expert_out = view("expert_out", DType::BFloat16, &[4 * 64 * 2 + 1, 512]);
-        let text = call.check(&eager(), PREPARED).unwrap_err().to_string();
+        call.expert_out = view("expert_out", DType::BFloat16, beyond);
+        call.check(&eager(), PREPARED).unwrap();
+        let mut call = dispatch_bwd();
+        call.grad = view("grad", DType::BFloat16, beyond);
+        call.g_recv_topk_weights = Some(view("g_recv_topk_weights", DType::Float32, &beyond[..1]));
+        let text = call.check(&eager(), &layer(), PREPARED).unwrap_err().to_string();
         assert!(
-            text.starts_with("expert_out must have at most ep_size * max_tokens_per_rank * num_topk rows, 512"),
+            text.starts_with("grad must have at most ep_size * max_tokens_per_rank * num_topk rows, 512"),
             "{text}"
         );
         let mut call = dispatch_bwd();

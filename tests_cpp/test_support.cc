@@ -101,6 +101,44 @@ TEST(References, SlotsAndCounts) {
   EXPECT_LT(reference.SlotIndex(1, 0, 0, 0), 0);
 }
 
+// Three tokens for both experts of rank 0, which has room for two rows: the third token is gone from both slabs, and
+// the second slab has no place.
+TEST(References, TwoFiltersDrop) {
+  Routing routing;
+  routing.top_k = 2;
+  routing.rows = {2, 2};
+  routing.expert = {{0, 1, 1, 0}, {0, 1, 2, 3}};
+  const Reference whole(routing, 4, 1);
+  ASSERT_EQ(whole.Counts(0), (std::vector<std::int64_t>{3, 3}));
+  const Reference tokens(routing, 4, 1, 2);
+  EXPECT_EQ(tokens.Total(0), 6);
+  EXPECT_EQ(tokens.Counts(0), (std::vector<std::int64_t>{2, 0}));
+  ASSERT_EQ(tokens.Slots(0).size(), 2u);
+  EXPECT_EQ(tokens.SlotIndex(0, 0, 0, 1), 1);
+  EXPECT_LT(tokens.SlotIndex(0, 1, 0, 0), 0) << "no place";
+  EXPECT_LT(tokens.SlotIndex(0, 0, 1, 0), 0) << "the third token";
+  const auto one = [](int, const Slot&) { return 1.0f; };
+  EXPECT_EQ(tokens.WeightGradient(0, 0, 0, one), 1.0f);
+  EXPECT_EQ(tokens.WeightGradient(0, 0, 1, one), 0.0f);
+
+  // Padded to 4, with room for five rows: all three tokens arrive, and the second slab keeps its first row.
+  const Reference padded(routing, 4, 4, 5);
+  EXPECT_EQ(padded.Total(0), 8);
+  EXPECT_EQ(padded.Counts(0), (std::vector<std::int64_t>{4, 1}));
+  ASSERT_EQ(padded.Slots(0).size(), 5u);
+  EXPECT_EQ(padded.Slots(0)[2].rank, 1);
+  EXPECT_TRUE(padded.Slots(0)[3].padding());
+  EXPECT_EQ(padded.Slots(0)[4].row, 0);
+  EXPECT_LT(padded.SlotIndex(0, 1, 0, 1), 0);
+
+  // Within the capacity: padding up to it.
+  const Reference roomy(routing, 4, 1, 9);
+  EXPECT_EQ(roomy.Total(1), 2);
+  EXPECT_EQ(roomy.Counts(1), (std::vector<std::int64_t>{1, 1}));
+  ASSERT_EQ(roomy.Slots(1).size(), 9u);
+  EXPECT_TRUE(roomy.Slots(1)[2].padding());
+}
+
 TEST(References, SumsRoundOncePerRankAndOnceMore) {
   // One token for both experts of both ranks; each adds 1 to 256, which bf16 cannot hold.
   Routing routing;

@@ -2,6 +2,9 @@
 // --list prints the orders.
 
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cinttypes>
@@ -225,6 +228,67 @@ int ShutdownFromAnotherThread() {
   return Leave();
 }
 
+// A forked child runs the parent's exit handlers over a copy of its memory, without CUDA, NCCL or their threads.
+int ShutdownInForkedChild() {
+  Group group(Shape());
+  RunSteps(group);
+  const pid_t child = fork();
+  if (child == 0) {
+    try {
+      nvte_ep_shutdown();
+    } catch (const std::exception&) {
+      _exit(3);
+    }
+    _exit(0);
+  }
+  int status = -1;
+  for (int tenths = 0; tenths < 100 && waitpid(child, &status, WNOHANG) == 0; ++tenths) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+  if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
+    kill(child, SIGKILL);
+    Fail("the child did not get through shutdown");
+  }
+  RunSteps(group);
+  group.Shutdown();
+  return Leave();
+}
+
+// One rank gives up waiting for another in initialize. The late one is told within its own limit, neither hangs in the
+// group's creation, the communicator is known to be spoilt, and a new one serves.
+int LateInitialize() {
+  if (!ReadHostStats()) {
+    std::printf("skipped: it leaves a collective behind, which on a GPU spins until the process ends\n");
+    return Leave();
+  }
+  const auto refused = [](ncclComm_t comm, const char* text) {
+    try {
+      Initialize(comm, Shape().Config());
+      Fail("initialize went through");
+    } catch (const std::exception& error) {
+      if (std::strstr(error.what(), text) == nullptr) Fail(error.what());
+    }
+  };
+  const int rank = World::Get().rank();
+  setenv("NVTE_EP_TIMEOUT_MS", "500", 1);
+  if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  refused(World::Get().comm(),
+          rank == 1 ? "all ranks to go on with nvte_ep_initialize" : "all ranks to call nvte_ep_initialize");
+  MPI_Barrier(MPI_COMM_WORLD);
+  if (rank != 1) refused(World::Get().comm(), "make a new communicator");
+  unsetenv("NVTE_EP_TIMEOUT_MS");
+  MPI_Barrier(MPI_COMM_WORLD);
+  ncclComm_t comm = World::Get().MakeComm(World::Get().size());
+  {
+    Group group(Shape().Config(), comm);
+    RunSteps(group);
+  }
+  CheckNothingIsLeft(1);
+  // The first communicator cannot be destroyed: a rank's call is still on it.
+  MPI_Finalize();
+  return failed ? 1 : 0;
+}
+
 struct Order {
   const char* name;
   int (*run)();
@@ -242,6 +306,8 @@ constexpr Order kOrders[] = {
     {"one_rank_late", OneRankLate},
     {"shutdown_with_queued_work", ShutdownWithQueuedWork},
     {"shutdown_from_another_thread", ShutdownFromAnotherThread},
+    {"shutdown_in_forked_child", ShutdownInForkedChild},
+    {"late_initialize", LateInitialize},
 };
 
 }  // namespace

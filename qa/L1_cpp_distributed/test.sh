@@ -3,7 +3,9 @@
 . "$(dirname "$0")/../common.sh"
 build=$TARGET/cpp
 wheels=$("$ROOT/qa/wheels.sh")
-check "configure" cmake -S "$ROOT" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DNVTE_EP_WHEEL_HEADERS="$wheels"
+te=$("$ROOT/qa/te_wheel.sh")
+check "configure" cmake -S "$ROOT" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DNVTE_EP_WHEEL_HEADERS="$wheels" \
+  -DNVTE_EP_TE_HEADERS="$te/include"
 check "build" cmake --build "$build" -j2
 check "ctest" ctest --test-dir "$build" --output-on-failure --output-junit "$XML_LOG_DIR/ctest.xml"
 finish

@@ -7,14 +7,16 @@ out=$(realpath -m "${1:?usage: bundle.sh DIR}")
 target=${CARGO_TARGET_DIR:-$root/target}
 cd "$root"
 cargo build --release --locked
-cmake -S . -B "$target/cpp" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null
+cmake -S . -B "$target/cpp" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DNVTE_EP_WHEEL_HEADERS="$(qa/wheels.sh)" \
+  -DNVTE_EP_TE_HEADERS="$(qa/te_wheel.sh)/include" >/dev/null
 cmake --build "$target/cpp" -j2
 rm -rf "$out"; mkdir -p "$out/stub"
 cp "$target/release/nvte-ep" "$out/"
 cp "$target/release/libnvte_ep.so" "$out/libnvte_ep.so.1"
 cp "$target/release/libnvte_ep_stub.so" "$out/stub/libnvte_ep.so.1"
-cp "$target/release/libnvte_ep_host.so" "$out/libnvte_ep_host.so"
-for program in test_ep test_teardown test_boundary test_tensor test_stub; do
+cp "$target/release/libnvte_ep_host.so" "$target/release/libtransformer_engine.so" "$target/release/libnvte_ep_preload.so" "$out/"
+for program in test_ep test_teardown test_boundary test_tensor test_stub \
+  test_te test_te_source te_differential test_abis_register_layer test_abis_te; do
   strip -o "$out/$program" "$(find "$target/cpp" -name "$program" -type f -perm -u+x | head -1)"
 done
 ln -s libnvte_ep.so.1 "$out/libnvte_ep.so"

@@ -18,24 +18,6 @@ std::string Text(std::size_t value) { return std::to_string(value); }
 
 class HandleErrors : public ErrorTest {
  protected:
-  static void EveryCallRefuses(const NVTEEpHandle& handle, const std::vector<std::string>& parts) {
-    PrepareArgs prepare = step().prepare_args();
-    prepare.handle = handle;
-    Refuses("nvte_ep_prepare", parts, [&] { prepare.Call(); });
-    DispatchArgs dispatch = step().dispatch_args();
-    dispatch.handle = handle;
-    Refuses("nvte_ep_dispatch", parts, [&] { dispatch.Call(); });
-    CombineArgs combine = step().combine_args();
-    combine.handle = handle;
-    Refuses("nvte_ep_combine", parts, [&] { combine.Call(); });
-    CombineBwdArgs combine_bwd = step().combine_bwd_args();
-    combine_bwd.handle = handle;
-    Refuses("nvte_ep_combine_bwd", parts, [&] { combine_bwd.Call(); });
-    DispatchBwdArgs dispatch_bwd = step().dispatch_bwd_args();
-    dispatch_bwd.handle = handle;
-    Refuses("nvte_ep_dispatch_bwd", parts, [&] { dispatch_bwd.Call(); });
-  }
-
   // The rig's layer with other memory.
   static void EveryCallRefusesMemory(const Tensor& mem, const std::vector<std::string>& parts) {
     EveryCallRefuses(rig().layer.HandleOver(mem), parts);
@@ -45,39 +27,27 @@ class HandleErrors : public ErrorTest {
   static std::uint8_t* memory() { return rig().layer.memory().data(); }
 };
 
-TEST_F(HandleErrors, NullMemoryTensor) { EveryCallRefusesMemory(Tensor(), {"handle.mem", "null"}); }
+TEST_F(HandleErrors, NullMemoryTensor) { EveryCallRefusesMemory(Tensor(), {kHandleMem, "null"}); }
 
 TEST_F(HandleErrors, NullMemoryAddress) {
-  EveryCallRefusesMemory(Tensor(nullptr, kNVTEByte, {bytes()}), {"handle.mem", "null"});
+  EveryCallRefusesMemory(Tensor(nullptr, kNVTEByte, {bytes()}), {kHandleMem, "null"});
 }
 
-TEST_F(HandleErrors, EmptyMemory) { EveryCallRefusesMemory(Tensor(nullptr, kNVTEByte, {0}), {"handle.mem"}); }
+TEST_F(HandleErrors, EmptyMemory) { EveryCallRefusesMemory(Tensor(nullptr, kNVTEByte, {0}), {kHandleMem}); }
 
 TEST_F(HandleErrors, ShortMemory) {
-  EveryCallRefusesMemory(Tensor(memory(), kNVTEByte, {bytes() - 1}), {"handle.mem", Text(bytes()), Text(bytes() - 1)});
+  EveryCallRefusesMemory(Tensor(memory(), kNVTEByte, {bytes() - 1}), {kHandleMem, Text(bytes()), Text(bytes() - 1)});
 }
 
 TEST_F(HandleErrors, MemoryOfFloats) {
-  EveryCallRefusesMemory(Tensor(memory(), kNVTEFloat32, {bytes()}), {"handle.mem", "byte", "got float32"});
+  EveryCallRefusesMemory(Tensor(memory(), kNVTEFloat32, {bytes()}), {kHandleMem, "byte", "got float32"});
 }
 
 TEST_F(HandleErrors, MemoryOfTwoDimensions) {
-  EveryCallRefusesMemory(Tensor(memory(), kNVTEByte, {1, bytes()}), {"handle.mem", "1D", "2D"});
+  EveryCallRefusesMemory(Tensor(memory(), kNVTEByte, {1, bytes()}), {kHandleMem, "1D", "2D"});
 }
 
-TEST_F(HandleErrors, MisalignedMemory) { EveryCallRefusesMemory(Any(kNVTEByte, {bytes()}, 16), {"handle.mem", "256"}); }
-
-TEST_F(HandleErrors, IdZero) {
-  NVTEEpHandle handle = rig().layer.handle();
-  handle.id = 0;
-  EveryCallRefuses(handle, {"handle.id", "got 0"});
-}
-
-TEST_F(HandleErrors, UnknownId) {
-  NVTEEpHandle handle = rig().layer.handle();
-  handle.id += 1000;
-  EveryCallRefuses(handle, {"handle.id", std::to_string(handle.id)});
-}
+TEST_F(HandleErrors, MisalignedMemory) { EveryCallRefusesMemory(Any(kNVTEByte, {bytes()}, 16), {kHandleMem, "256"}); }
 
 TEST_F(HandleErrors, NothingPreparedYet) {
   const Layer fresh(kTopK, kAlignment);
@@ -108,23 +78,10 @@ class PrepareErrors : public ErrorTest {
   static void TokenCounts(const Tensor& tensor, std::vector<std::string> parts) {
     PrepareArgs args = step().prepare_args();
     args.token_counts = tensor.get();
-    parts.push_back("token_counts");
+    parts.push_back(kCounts);
     Refuses("nvte_ep_prepare", parts, [&] { args.Call(); });
   }
 };
-
-TEST_F(PrepareErrors, AnotherAlignmentThanRegistered) {
-  PrepareArgs args = step().prepare_args();
-  for (const std::size_t alignment : {1, 2, 8}) {
-    args.alignment = alignment;
-    Refuses("nvte_ep_prepare", {"dispatch_output_per_expert_alignment", "4, got " + Text(alignment)},
-            [&] { args.Call(); });
-  }
-  args.alignment = 0;
-  Refuses("nvte_ep_prepare", {"dispatch_output_per_expert_alignment", "4, got"}, [&] { args.Call(); });
-  args.alignment = 3;
-  Refuses("nvte_ep_prepare", {"dispatch_output_per_expert_alignment", "power of two", "got 3"}, [&] { args.Call(); });
-}
 
 TEST_F(PrepareErrors, TopkIdx) {
   TopkIdx(Tensor(), {"null"});

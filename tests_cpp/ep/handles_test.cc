@@ -7,7 +7,6 @@
 #include <memory>
 #include <optional>
 #include <random>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -19,32 +18,10 @@
 namespace test {
 namespace {
 
-TEST(Handles, IdsAreDistinctAndNotZero) {
-  Group group{GroupShape()};
-  std::set<std::uint64_t> ids;
-  for (int i = 0; i < 50; ++i) {
-    NVTEEpLayerConfig config = {};
-    // Reserved: the group determines it, and any value is taken.
-    config.num_local_experts = i - 1;
-    config.top_k = 1 + i % 4;
-    config.dispatch_output_per_expert_alignment = std::size_t{1} << (i % 8);
-    std::size_t bytes = 0;
-    const std::uint64_t id = nvte_ep_register_layer(config, &bytes);
-    EXPECT_NE(id, 0u);
-    EXPECT_GT(bytes, 0u);
-    EXPECT_TRUE(ids.insert(id).second) << "id " << id << " twice";
-  }
-}
-
 // The size depends on the configuration alone, so that a framework can ask once.
 TEST(Handles, SameConfigurationSameSize) {
   Group group{GroupShape()};
-  NVTEEpLayerConfig config = {};
-  config.top_k = 2;
-  std::size_t first = 0, second = 0;
-  nvte_ep_register_layer(config, &first);
-  nvte_ep_register_layer(config, &second);
-  EXPECT_EQ(first, second);
+  EXPECT_EQ(Register(2, 0).bytes, Register(2, 0).bytes);
 }
 
 TEST(Handles, LayersOfDifferentTopKAndAlignmentTakeTurns) {
@@ -215,28 +192,6 @@ TEST(Handles, NothingIsWrittenBehindTheMemory) {
   }
 }
 
-TEST(Handles, MovedMemoryIsRefusedByDefault) {
-  Group group{GroupShape()};
-  Layer layer(2, 1);
-  const std::vector<int> rows = UnevenRows(12);
-  Step<BFloat16> step(group, layer, RandomRouting(rows, 2, Experts(group), 2500), 2500);
-  step.Forward();
-
-  DeviceBuffer<std::uint8_t> elsewhere(layer.memory().Download());
-  const Tensor mem = elsewhere.View({elsewhere.size()});
-  Step<BFloat16> moved(group, layer, RandomRouting(rows, 2, Experts(group), 2500), 2500);
-  moved.UseHandle(layer.HandleOver(mem));
-  EXPECT_TRUE(Throws("nvte_ep_prepare", {"handle.mem", "allow_handle_mem_reloc"}, [&] { moved.Prepare(); }));
-  EXPECT_TRUE(Throws("nvte_ep_dispatch", {"handle.mem", "allow_handle_mem_reloc"}, [&] { moved.Dispatch(); }));
-  EXPECT_TRUE(Throws("nvte_ep_combine", {"handle.mem", "allow_handle_mem_reloc"}, [&] { moved.Combine(); }));
-  EXPECT_TRUE(Throws("nvte_ep_combine_bwd", {"handle.mem", "allow_handle_mem_reloc"}, [&] { moved.CombineBwd(); }));
-  EXPECT_TRUE(Throws("nvte_ep_dispatch_bwd", {"handle.mem", "allow_handle_mem_reloc"}, [&] { moved.DispatchBwd(); }));
-
-  // The layer still works where it was, with the routing it had.
-  step.Backward();
-  Step<BFloat16>(group, layer, RandomRouting(rows, 2, Experts(group), 2501), 2501).ForwardAndBackward();
-}
-
 TEST(Handles, MovedMemoryIsFollowedWhereAllowed) {
   GroupShape shape;
   shape.alignment = 8;
@@ -271,6 +226,25 @@ TEST(Handles, MovedMemoryIsFollowedWhereAllowed) {
   Step<BFloat16>(group, layer, RandomRouting(UnevenRows(5), 2, Experts(group), 2512), 2512).ForwardAndBackward();
 }
 
+// Memory that does not hold what was prepared is told from memory that its bytes were moved to.
+TEST(Handles, FreshMemoryIsNotPrepared) {
+  GroupShape shape;
+  shape.allow_handle_mem_reloc = 1;
+  Group group(shape);
+  Layer layer(2, 1);
+  Step<BFloat16> step(group, layer, RandomRouting(UnevenRows(12), 2, Experts(group), 2525), 2525);
+  step.Forward();
+  for (const int byte : {0x00, 0xCB, 0xFF}) {
+    DeviceBuffer<std::uint8_t> fresh(std::vector<std::uint8_t>(layer.memory().size(), static_cast<std::uint8_t>(byte)));
+    const Tensor mem = fresh.View({fresh.size()});
+    step.UseHandle(layer.HandleOver(mem));
+    EXPECT_TRUE(Throws("nvte_ep_dispatch", {"was not prepared"}, [&] { step.Dispatch(); }));
+    EXPECT_TRUE(Throws("nvte_ep_dispatch_bwd", {"was not prepared"}, [&] { step.DispatchBwd(); }));
+  }
+  step.UseHandle(layer.handle());
+  step.Backward();
+}
+
 // NCCL EP re-opens moved memory as if its indices had 64 bits, so a layer prepared with 32 may not move before the next
 // prepare.
 TEST(Handles, MovedMemoryOf32BitIndicesNeedsAnotherPrepare) {
@@ -283,10 +257,10 @@ TEST(Handles, MovedMemoryOf32BitIndicesNeedsAnotherPrepare) {
   DeviceBuffer<std::uint8_t> elsewhere(layer.memory().Download());
   const Tensor mem = elsewhere.View({elsewhere.size()});
   step.UseHandle(layer.HandleOver(mem));
-  EXPECT_TRUE(Throws("nvte_ep_dispatch", {"handle.mem", "int32"}, [&] { step.Dispatch(); }));
-  EXPECT_TRUE(Throws("nvte_ep_combine", {"handle.mem", "int32"}, [&] { step.Combine(); }));
-  EXPECT_TRUE(Throws("nvte_ep_combine_bwd", {"handle.mem", "int32"}, [&] { step.CombineBwd(); }));
-  EXPECT_TRUE(Throws("nvte_ep_dispatch_bwd", {"handle.mem", "int32"}, [&] { step.DispatchBwd(); }));
+  EXPECT_TRUE(Throws("nvte_ep_dispatch", {kHandleMem, "int32"}, [&] { step.Dispatch(); }));
+  EXPECT_TRUE(Throws("nvte_ep_combine", {kHandleMem, "int32"}, [&] { step.Combine(); }));
+  EXPECT_TRUE(Throws("nvte_ep_combine_bwd", {kHandleMem, "int32"}, [&] { step.CombineBwd(); }));
+  EXPECT_TRUE(Throws("nvte_ep_dispatch_bwd", {kHandleMem, "int32"}, [&] { step.DispatchBwd(); }));
   // Where it was, the routing still holds; and a prepare makes the new place good.
   step.UseHandle(layer.handle());
   step.Backward();

@@ -1,7 +1,6 @@
 // The group's life: initialize, shutdown, and other users of the same communicator and stream.
 
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <exception>
 #include <optional>
@@ -50,8 +49,8 @@ TEST(Lifecycle, ShutdownTwice) {
 
 TEST(Lifecycle, InitializeTwice) {
   Group group{GroupShape()};
-  EXPECT_TRUE(Throws("nvte_ep_initialize", {"nvte_ep_shutdown"},
-                     [&] { nvte_ep_initialize(World::Get().comm(), group.config()); }));
+  EXPECT_TRUE(
+      Throws("nvte_ep_initialize", {"nvte_ep_shutdown"}, [&] { Initialize(World::Get().comm(), group.config()); }));
   RunStep(group, 3020);
 }
 
@@ -67,24 +66,8 @@ TEST(Lifecycle, EveryCallButShutdownThrowsAfterShutdown) {
   EXPECT_TRUE(Throws("nvte_ep_combine", remedy, [&] { step.Combine(); }));
   EXPECT_TRUE(Throws("nvte_ep_combine_bwd", remedy, [&] { step.CombineBwd(); }));
   EXPECT_TRUE(Throws("nvte_ep_dispatch_bwd", remedy, [&] { step.DispatchBwd(); }));
-  NVTEEpLayerConfig config = {};
-  config.top_k = 2;
-  std::size_t bytes = 0;
-  EXPECT_TRUE(Throws("nvte_ep_register_layer", remedy, [&] { nvte_ep_register_layer(config, &bytes); }));
+  EXPECT_TRUE(Throws(kLayerFunction, remedy, [] { Register(2, 0); }));
   EXPECT_NO_THROW(nvte_ep_shutdown());
-}
-
-// Ids end with their group: the next group does not know them, whatever memory comes with them.
-TEST(Lifecycle, IdsOfAnEarlierGroupAreUnknown) {
-  Group first{GroupShape()};
-  Layer layer(2, 1);
-  Step<BFloat16> step(first, layer, RandomRouting(UnevenRows(9), 2, Experts(first), 3040), 3040);
-  step.Forward();
-  first.Shutdown();
-  Group second{GroupShape()};
-  EXPECT_TRUE(Throws("nvte_ep_prepare", {"handle.id", std::to_string(layer.id())}, [&] { step.Prepare(); }));
-  EXPECT_TRUE(Throws("nvte_ep_dispatch", {"handle.id", std::to_string(layer.id())}, [&] { step.Dispatch(); }));
-  RunStep(second, 3041);
 }
 
 // The caller's collectives on the same communicator and stream, between all calls.
@@ -261,27 +244,6 @@ TEST(Lifecycle, StepsAllocateNoDeviceMemory) {
   EXPECT_EQ(after->device_bytes_live, before->device_bytes_live);
   EXPECT_EQ(after->device_allocations_live, before->device_allocations_live);
   EXPECT_EQ(after->streams_live, before->streams_live);
-}
-
-TEST(Lifecycle, LayerLimitOfTheEnvironment) {
-  setenv("NVTE_EP_HANDLE_CACHE_SIZE", "3", 1);
-  {
-    Group group{GroupShape()};
-    unsetenv("NVTE_EP_HANDLE_CACHE_SIZE");
-    const Layer first(2, 1), second(2, 1), third(2, 1);
-    NVTEEpLayerConfig config = {};
-    config.top_k = 2;
-    std::size_t bytes = 0;
-    EXPECT_TRUE(Throws("nvte_ep_register_layer", {"NVTE_EP_HANDLE_CACHE_SIZE", "3"},
-                       [&] { nvte_ep_register_layer(config, &bytes); }));
-    Step<BFloat16>(group, third, RandomRouting(UnevenRows(9), 2, Experts(group), 3100), 3100).ForwardAndBackward();
-  }
-  setenv("NVTE_EP_HANDLE_CACHE_SIZE", "0", 1);
-  EXPECT_TRUE(Throws("nvte_ep_initialize", {"NVTE_EP_HANDLE_CACHE_SIZE", "0"},
-                     [&] { nvte_ep_initialize(World::Get().comm(), GroupShape().Config()); }));
-  unsetenv("NVTE_EP_HANDLE_CACHE_SIZE");
-  Group group{GroupShape()};
-  RunStep(group, 3101);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -67,6 +68,24 @@ class ErrorTest : public testing::Test {
     return Tensor(rig_->scratch.data() + offset, dtype, shape);
   }
 
+  static void EveryCallRefuses(const Handle& handle, const std::vector<std::string>& parts) {
+    PrepareArgs prepare = step().prepare_args();
+    prepare.handle = handle;
+    Refuses("nvte_ep_prepare", parts, [&] { prepare.Call(); });
+    DispatchArgs dispatch = step().dispatch_args();
+    dispatch.handle = handle;
+    Refuses("nvte_ep_dispatch", parts, [&] { dispatch.Call(); });
+    CombineArgs combine = step().combine_args();
+    combine.handle = handle;
+    Refuses("nvte_ep_combine", parts, [&] { combine.Call(); });
+    CombineBwdArgs combine_bwd = step().combine_bwd_args();
+    combine_bwd.handle = handle;
+    Refuses("nvte_ep_combine_bwd", parts, [&] { combine_bwd.Call(); });
+    DispatchBwdArgs dispatch_bwd = step().dispatch_bwd_args();
+    dispatch_bwd.handle = handle;
+    Refuses("nvte_ep_dispatch_bwd", parts, [&] { dispatch_bwd.Call(); });
+  }
+
   // The call is refused as Throws says, and a whole valid step works on the same layer afterwards.
   template <typename Call>
   static void Refuses(const std::string& function, const std::vector<std::string>& parts, Call&& call) {
@@ -79,6 +98,29 @@ class ErrorTest : public testing::Test {
 
  private:
   inline static Rig* rig_ = nullptr;
+};
+
+// Group configurations that have to be refused; after each test one that is right has to work.
+class GroupConfigTest : public testing::Test {
+ protected:
+  // The changed configuration is refused, and the right one then makes a group that works.
+  static void Refuses(const std::function<void(NVTEEpGroupConfig&)>& change, const std::vector<std::string>& parts) {
+    NVTEEpGroupConfig config = GroupShape().Config();
+    change(config);
+    EXPECT_TRUE(Throws("nvte_ep_initialize", parts, [&] {
+      Initialize(World::Get().comm(), config);
+      // Not refused: undo it, or the checks that follow fail for another reason.
+      nvte_ep_shutdown();
+    }));
+  }
+
+  static void StillWorks() {
+    Group group{GroupShape()};
+    Layer layer(2, 1);
+    Step<BFloat16>(group, layer, RandomRouting(EvenRows(3), 2, Experts(group), 4000), 4000).ForwardAndBackward();
+  }
+
+  void TearDown() override { StillWorks(); }
 };
 
 }  // namespace test

@@ -26,13 +26,12 @@ NVTEEpGroupConfig GroupShape::Config() const {
   config.max_recv_tokens_per_rank =
       ranks * max_tokens * std::min(top_k, experts_per_rank) + experts_per_rank * std::max(alignment - 1, 0);
   config.hidden_dim = hidden;
-  config.max_num_sms = MaxSms();
-  config.allow_handle_mem_reloc = allow_handle_mem_reloc;
   config.max_token_dtype = dtype;
+  Complete(config, MaxSms(), allow_handle_mem_reloc);
   return config;
 }
 
-Group::Group(const NVTEEpGroupConfig& config, ncclComm_t comm) : config_(config) { nvte_ep_initialize(comm, config); }
+Group::Group(const NVTEEpGroupConfig& config, ncclComm_t comm) : config_(config) { Initialize(comm, config); }
 
 void Group::Shutdown() {
   up_ = false;
@@ -49,24 +48,10 @@ Group::~Group() {
 }
 
 Layer::Layer(int top_k, std::size_t alignment) : top_k_(top_k), alignment_(alignment) {
-  NVTEEpLayerConfig config = {};
-  config.top_k = top_k;
-  config.dispatch_output_per_expert_alignment = alignment;
-  std::size_t bytes = 0;
-  id_ = nvte_ep_register_layer(config, &bytes);
-  memory_ = DeviceBuffer<std::uint8_t>(bytes);
-  mem_ = memory_.View({bytes});
-}
-
-NVTEEpHandle Layer::HandleOver(const Tensor& mem) const {
-  NVTEEpHandle handle = {};
-  handle.id = id_;
-  handle.mem = mem.get();
-  return handle;
-}
-
-void PrepareArgs::Call(cudaStream_t stream) const {
-  nvte_ep_prepare(handle, topk_idx, token_counts, alignment, stream);
+  const RegisteredLayer layer = Register(top_k, alignment);
+  id_ = layer.id;
+  memory_ = DeviceBuffer<std::uint8_t>(layer.bytes);
+  mem_ = memory_.View({layer.bytes});
 }
 
 void DispatchArgs::Call(cudaStream_t stream) const {

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "abi.h"
 #include "support/device.h"
 #include "support/number.h"
 #include "support/reference.h"
@@ -33,6 +34,7 @@ struct GroupShape {
   int top_k = 2;
   int alignment = 1;
   NVTEDType dtype = kNVTEFloat32;
+  // Only where the ABI has it.
   int allow_handle_mem_reloc = 0;
 
   NVTEEpGroupConfig Config() const;
@@ -58,15 +60,16 @@ class Group {
   bool up_ = true;
 };
 
-// A registered layer and its handle memory.
+// A layer and its handle memory.
 class Layer {
  public:
   Layer(int top_k, std::size_t alignment);
 
-  NVTEEpHandle handle() const { return HandleOver(mem_); }
-  // The same id with other memory.
-  NVTEEpHandle HandleOver(const Tensor& mem) const;
+  Handle handle() const { return HandleOver(mem_); }
+  // The same layer with other memory.
+  Handle HandleOver(const Tensor& mem) const { return MakeHandle(id_, mem.get()); }
   const DeviceBuffer<std::uint8_t>& memory() const { return memory_; }
+  // 0 where layers have no ids.
   std::uint64_t id() const { return id_; }
   int top_k() const { return top_k_; }
   std::size_t alignment() const { return alignment_; }
@@ -79,17 +82,10 @@ class Layer {
   Tensor mem_;
 };
 
-// The arguments of the five per-step calls, to be changed one by one.
-struct PrepareArgs {
-  NVTEEpHandle handle;
-  NVTETensor topk_idx;
-  NVTETensor token_counts;
-  std::size_t alignment;
-  void Call(cudaStream_t stream = World::Get().stream()) const;
-};
+// The arguments of the per-step calls, to be changed one by one; those of prepare are in abi.h.
 
 struct DispatchArgs {
-  NVTEEpHandle handle;
+  Handle handle;
   NVTETensor topk_idx;
   NVTETensor tokens;
   NVTETensor topk_weights;
@@ -99,14 +95,14 @@ struct DispatchArgs {
 };
 
 struct CombineArgs {
-  NVTEEpHandle handle;
+  Handle handle;
   NVTETensor expert_out;
   NVTETensor result;
   void Call(cudaStream_t stream = World::Get().stream()) const;
 };
 
 struct DispatchBwdArgs {
-  NVTEEpHandle handle;
+  Handle handle;
   NVTETensor grad;
   NVTETensor g_recv_topk_weights;
   NVTETensor grad_tokens;
@@ -115,7 +111,7 @@ struct DispatchBwdArgs {
 };
 
 struct CombineBwdArgs {
-  NVTEEpHandle handle;
+  Handle handle;
   NVTETensor grad;
   NVTETensor grad_expert_out;
   void Call(cudaStream_t stream = World::Get().stream()) const;
@@ -159,8 +155,8 @@ std::vector<T> Unwritten(std::size_t count) {
 template <typename T, typename Index = std::int64_t, typename Count = std::int32_t>
 class Step {
  public:
-  // recv_rows = rows of the receive-side buffers; 0 = the group's max_recv_tokens_per_rank. hidden = elements of a row;
-  // 0 = the group's hidden_dim.
+  // recv_rows = rows of the receive-side buffers; 0 = the group's max_recv_tokens_per_rank, and no rows in eager mode.
+  // hidden = elements of a row; 0 = the group's hidden_dim.
   Step(const Group& group, const Layer& layer, Routing routing, std::uint64_t seed, std::size_t recv_rows = 0,
        std::size_t hidden = 0)
       : rank_(World::Get().rank()),
@@ -171,9 +167,10 @@ class Step {
         recv_rows_(recv_rows == 0 ? group.config().max_recv_tokens_per_rank : recv_rows),
         alignment_(layer.alignment()),
         handle_(layer.handle()),
-        reference_(std::move(routing), group.config().num_experts, layer.alignment()),
+        reference_(std::move(routing), group.config().num_experts, layer.alignment(), DropCapacity(group.config())),
         topk_idx(TopkValues()),
         counts(group.local_experts()),
+        total(1),
         tokens(TokenRows(seed)),
         weights(WeightValues()),
         recv_tokens(recv_rows_ * hidden_),
@@ -188,6 +185,7 @@ class Step {
         grad_weights(rows_ * top_k_),
         topk_idx_t(topk_idx.View({rows_, top_k_})),
         counts_t(counts.View({counts.size()})),
+        total_t(total.View({1})),
         tokens_t(tokens.View({rows_, hidden_})),
         weights_t(weights.View({rows_, top_k_})),
         recv_tokens_t(recv_tokens.View({recv_rows_, hidden_})),
@@ -207,9 +205,12 @@ class Step {
   std::size_t hidden() const { return hidden_; }
   std::size_t recv_rows() const { return recv_rows_; }
   // From now on the calls name the layer through this handle.
-  void UseHandle(const NVTEEpHandle& handle) { handle_ = handle; }
+  void UseHandle(const Handle& handle) { handle_ = handle; }
 
-  PrepareArgs prepare_args() const { return {handle_, topk_idx_t.get(), counts_t.get(), alignment_}; }
+  PrepareArgs prepare_args() const {
+    return MakePrepareArgs(handle_, topk_idx_t.get(), counts_t.get(), total_t.get(), static_cast<int>(top_k_),
+                           alignment_);
+  }
   DispatchArgs dispatch_args() const {
     return {handle_, topk_idx_t.get(), tokens_t.get(), weights_t.get(), recv_tokens_t.get(), recv_weights_t.get()};
   }
@@ -233,7 +234,7 @@ class Step {
     expert_out.Upload(values);
     combine_args().Call();
   }
-  void DispatchBwd() {
+  void UploadSlotGradients() {
     slot_grad.Upload(SlotRows(
         [this](int destination, const Slot& slot, int column) { return SlotGradient(destination, slot, column); }));
     std::vector<float> per_slot = Unwritten<float>(recv_rows_);
@@ -241,6 +242,9 @@ class Step {
       if (!slots()[s].padding()) per_slot[s] = SlotWeightGradient(rank_, slots()[s]);
     }
     g_recv_weights.Upload(per_slot);
+  }
+  void DispatchBwd() {
+    UploadSlotGradients();
     dispatch_bwd_args().Call();
   }
   void CombineBwd() { combine_bwd_args().Call(); }
@@ -248,8 +252,12 @@ class Step {
   void CheckCounts() {
     const std::vector<std::int64_t>& padded = reference_.Counts(rank_);
     const std::vector<Count> expected(padded.begin(), padded.end());
-    EXPECT_TRUE(SameBits(counts.Download(), expected, 1)) << "token_counts";
-    EXPECT_TRUE(counts.GuardIntact()) << "wrote behind token_counts";
+    EXPECT_TRUE(SameBits(counts.Download(), expected, 1)) << kCounts;
+    EXPECT_TRUE(counts.GuardIntact()) << "wrote behind " << kCounts;
+    if (!kReportsTotal) return;
+    const std::vector<Count> expected_total(1, static_cast<Count>(reference_.Total(rank_)));
+    EXPECT_TRUE(SameBits(total.Download(), expected_total, 1)) << "total_recv_tokens_per_rank";
+    EXPECT_TRUE(total.GuardIntact()) << "wrote behind total_recv_tokens_per_rank";
   }
 
   void CheckReceived(bool with_weights = true) {
@@ -280,9 +288,13 @@ class Step {
     EXPECT_TRUE(grad_expert_out.GuardIntact()) << "wrote behind grad_expert_out";
   }
 
-  void CheckDispatchBwd() {
+  void CheckTokenGradients() {
     CheckSum(grad_tokens, "grad_tokens",
              [this](int destination, const Slot& slot, int column) { return SlotGradient(destination, slot, column); });
+  }
+
+  void CheckDispatchBwd() {
+    CheckTokenGradients();
     std::vector<float> expected;
     for (std::size_t row = 0; row < rows_; ++row) {
       for (std::size_t k = 0; k < top_k_; ++k) {
@@ -397,12 +409,13 @@ class Step {
   const std::size_t rows_;
   const std::size_t recv_rows_;
   const std::size_t alignment_;
-  NVTEEpHandle handle_;
+  Handle handle_;
   const Reference reference_;
 
  public:
   DeviceBuffer<Index> topk_idx;
   DeviceBuffer<Count> counts;
+  DeviceBuffer<Count> total;
   DeviceBuffer<T> tokens;
   DeviceBuffer<float> weights;
   DeviceBuffer<T> recv_tokens;
@@ -415,8 +428,8 @@ class Step {
   DeviceBuffer<float> g_recv_weights;
   DeviceBuffer<T> grad_tokens;
   DeviceBuffer<float> grad_weights;
-  Tensor topk_idx_t, counts_t, tokens_t, weights_t, recv_tokens_t, recv_weights_t, expert_out_t, result_t, grad_t,
-      grad_expert_out_t, slot_grad_t, g_recv_weights_t, grad_tokens_t, grad_weights_t;
+  Tensor topk_idx_t, counts_t, total_t, tokens_t, weights_t, recv_tokens_t, recv_weights_t, expert_out_t, result_t,
+      grad_t, grad_expert_out_t, slot_grad_t, g_recv_weights_t, grad_tokens_t, grad_weights_t;
 };
 
 }  // namespace test

@@ -1,6 +1,7 @@
 #include "support/reference.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <random>
 #include <utility>
@@ -61,7 +62,7 @@ float WeightValue(std::uint64_t seed, int rank, int row, int k) {
   return static_cast<float>(2 * (Mix(seed ^ 0x77, rank, row, k) % 64) + 1) / 64.0f;
 }
 
-Reference::Reference(Routing routing, int experts, std::size_t alignment)
+Reference::Reference(Routing routing, int experts, std::size_t alignment, std::size_t capacity)
     : routing_(std::move(routing)), local_experts_(experts / routing_.ranks()) {
   const int ranks = routing_.ranks();
   counts_.resize(ranks);
@@ -89,6 +90,34 @@ Reference::Reference(Routing routing, int experts, std::size_t alignment)
       while (alignment > 1 && (slots.size() - base) % alignment != 0) slots.push_back({local, -1, -1, -1});
       counts_[destination].push_back(static_cast<std::int64_t>(slots.size() - base));
     }
+    totals_.push_back(static_cast<std::int64_t>(slots.size()));
+    if (capacity != std::numeric_limits<std::size_t>::max()) Drop(destination, capacity);
+  }
+}
+
+void Reference::Drop(int destination, std::size_t capacity) {
+  std::vector<Slot>& slots = slots_[destination];
+  std::size_t distinct = 0;
+  for (int rank = 0; rank < routing_.ranks(); ++rank) {
+    for (int row = 0; row < routing_.rows[rank]; ++row) {
+      std::int64_t* const mine = &slot_of_[destination][rank][static_cast<std::size_t>(row) * local_experts_];
+      bool arrives = false;
+      for (int local = 0; local < local_experts_; ++local) {
+        if (mine[local] < 0) continue;
+        arrives = true;
+        const bool no_place = static_cast<std::size_t>(mine[local]) >= capacity;
+        if (distinct < capacity && !no_place) continue;
+        if (!no_place) slots[mine[local]] = {local, -1, -1, -1};
+        mine[local] = -1;
+      }
+      if (arrives) ++distinct;
+    }
+  }
+  slots.resize(capacity);
+  std::int64_t room = static_cast<std::int64_t>(capacity);
+  for (std::int64_t& count : counts_[destination]) {
+    count = std::min(count, room);
+    room -= count;
   }
 }
 
@@ -118,7 +147,7 @@ float Reference::WeightGradient(int rank, int row, int k,
   if (expert < 0) return 0.0f;
   const int destination = static_cast<int>(expert / local_experts_);
   const std::int64_t index = SlotIndex(destination, static_cast<int>(expert % local_experts_), rank, row);
-  return value(destination, slots_[destination][index]);
+  return index < 0 ? 0.0f : value(destination, slots_[destination][index]);
 }
 
 }  // namespace test

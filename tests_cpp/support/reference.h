@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <vector>
 
 namespace test {
@@ -48,13 +49,19 @@ struct Slot {
 
 class Reference {
  public:
-  Reference(Routing routing, int experts, std::size_t alignment);
+  // capacity = rows that a rank receives at most; what goes beyond is dropped. Two filters do that: a rank takes its
+  // first `capacity` distinct tokens, in the order of their sources, and rows below `capacity`. Places stay as if
+  // nothing were dropped; a place whose token is gone is padding, and so are all rows up to the capacity.
+  Reference(Routing routing, int experts, std::size_t alignment,
+            std::size_t capacity = std::numeric_limits<std::size_t>::max());
 
   const Routing& routing() const { return routing_; }
   int local_experts() const { return local_experts_; }
 
-  // Padded rows of every local expert of `rank`.
+  // Padded rows of every local expert of `rank`, without dropped ones.
   const std::vector<std::int64_t>& Counts(int rank) const { return counts_[rank]; }
+  // Padded rows of all local experts of `rank`, dropped ones included.
+  std::int64_t Total(int rank) const { return totals_[rank]; }
   // The receive buffer of `rank`, padding included.
   const std::vector<Slot>& Slots(int rank) const { return slots_[rank]; }
 
@@ -73,9 +80,12 @@ class Reference {
   std::int64_t SlotIndex(int destination, int local_expert, int rank, int row) const;
 
  private:
+  void Drop(int destination, std::size_t capacity);
+
   Routing routing_;
   int local_experts_;
   std::vector<std::vector<std::int64_t>> counts_;
+  std::vector<std::int64_t> totals_;
   std::vector<std::vector<Slot>> slots_;
   // slot_of_[destination][rank][row * local_experts + local expert]
   std::vector<std::vector<std::vector<std::int64_t>>> slot_of_;

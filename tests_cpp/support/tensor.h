@@ -31,6 +31,15 @@ class Tensor {
     nvte_set_tensor_param_v2(tensor_, kNVTERowwiseData, &basic, sizeof basic);
   }
 
+  // A tensor with row-wise data and their MXFP8 inverse scales.
+  static Tensor Scaled(const NVTEBasicTensor& data, const NVTEBasicTensor& scale_inv) {
+    Tensor tensor;
+    tensor.tensor_ = nvte_create_tensor(NVTE_MXFP8_1D_SCALING);
+    nvte_set_tensor_param_v2(tensor.tensor_, kNVTERowwiseData, &data, sizeof data);
+    nvte_set_tensor_param_v2(tensor.tensor_, kNVTERowwiseScaleInv, &scale_inv, sizeof scale_inv);
+    return tensor;
+  }
+
   Tensor(Tensor&& other) noexcept : tensor_(std::exchange(other.tensor_, nullptr)) {}
   Tensor& operator=(Tensor&& other) noexcept {
     std::swap(tensor_, other.tensor_);

@@ -1,0 +1,309 @@
+// Handle memory that is moved, reused, poisoned or left over, and the limit of handles that are kept.
+
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ep/te/te_calls.h"
+#include "support/expect_error.h"
+#include "support/host_stats.h"
+
+namespace test {
+namespace {
+
+using Bytes = std::vector<std::uint8_t>;
+
+// Handle memory that can move away from where it is, leaving garbage behind.
+class MovingMemory {
+ public:
+  explicit MovingMemory(std::size_t bytes) : memory_(bytes), tensor_(memory_.View({bytes})) {}
+
+  NVTETensor tensor() const { return tensor_.get(); }
+
+  void Move() {
+    World::Get().Wait();
+    MovingMemory next(memory_.size());
+    const Bytes bytes = memory_.Download();
+    next.memory_.Upload(bytes);
+    memory_.Upload(Bytes(bytes.size(), 0xcb));
+    std::swap(memory_, next.memory_);
+    std::swap(tensor_, next.tensor_);
+    // `next` frees the poisoned memory.
+  }
+
+ private:
+  DeviceBuffer<std::uint8_t> memory_;
+  Tensor tensor_;
+};
+
+TEST(Relocation, BeforeEveryCall) {
+  GroupShape shape;
+  shape.top_k = 4;
+  shape.alignment = 16;
+  Group group(shape);
+  Layer layer(4, 16);
+  MovingMemory memory(layer.memory().size());
+  const Routing routing = RandomRouting(UnevenRows(40), 4, Experts(group), 6700, 10);
+  Step<BFloat16> step(group, layer, routing, 6700);
+  const auto move = [&] {
+    memory.Move();
+    step.UseHandle(memory.tensor());
+  };
+  step.UseHandle(memory.tensor());
+  step.Prepare();
+  step.CheckCounts();
+  move();
+  step.Dispatch();
+  step.CheckReceived();
+  move();
+  step.Combine();
+  step.CheckCombined();
+  move();
+  step.CombineBwd();
+  step.CheckCombineBwd();
+  move();
+  step.DispatchBwd();
+  step.CheckDispatchBwd();
+  move();
+  step.Forward();
+}
+
+// Whatever comes first at the new address works, and gives what it gave at the old one.
+TEST(Relocation, AnyCallFirst) {
+  GroupShape shape;
+  shape.alignment = 8;
+  Group group(shape);
+  for (int first = 0; first < 4; ++first) {
+    SCOPED_TRACE("call " + std::to_string(first));
+    Layer layer(2, 8);
+    MovingMemory memory(layer.memory().size());
+    Step<BFloat16> step(group, layer, RandomRouting(UnevenRows(25), 2, Experts(group), 6710 + first), 6710 + first);
+    step.UseHandle(memory.tensor());
+    step.ForwardAndBackward();
+    for (DeviceBuffer<BFloat16>* output : {&step.recv_tokens, &step.result, &step.grad_expert_out, &step.grad_tokens}) {
+      output->Clear();
+    }
+    step.recv_weights.Clear();
+    step.grad_weights.Clear();
+    memory.Move();
+    step.UseHandle(memory.tensor());
+    for (int i = 0; i < 4; ++i) {
+      switch ((first + i) % 4) {
+        case 0:
+          step.Dispatch();
+          step.CheckReceived();
+          break;
+        case 1:
+          step.Combine();
+          step.CheckCombined();
+          break;
+        case 2:
+          step.CombineBwd();
+          step.CheckCombineBwd();
+          break;
+        default:
+          step.DispatchBwd();
+          step.CheckDispatchBwd();
+          break;
+      }
+    }
+  }
+}
+
+void EveryReplayRefuses(Step<BFloat16>& step, const std::vector<std::string>& parts) {
+  EXPECT_TRUE(Throws("nvte_ep_dispatch", parts, [&] { step.Dispatch(); }));
+  EXPECT_TRUE(Throws("nvte_ep_combine", parts, [&] { step.Combine(); }));
+  EXPECT_TRUE(Throws("nvte_ep_combine_bwd", parts, [&] { step.CombineBwd(); }));
+  EXPECT_TRUE(Throws("nvte_ep_dispatch_bwd", parts, [&] { step.DispatchBwd(); }));
+}
+
+TEST(Relocation, PoisonedMemoryIsNotPrepared) {
+  Group group{GroupShape()};
+  const std::size_t bytes = Register(2, 1).bytes;
+  // All at once: an address that had been prepared before would be known.
+  std::vector<Bytes> poisons;
+  std::vector<DeviceBuffer<std::uint8_t>> memories;
+  for (const int poison : {0x00, 0xff, 0xcb, 0x01}) {
+    poisons.emplace_back(bytes, static_cast<std::uint8_t>(poison));
+    memories.emplace_back(poisons.back());
+  }
+  Layer layer(2, 1);
+  for (std::size_t i = 0; i < memories.size(); ++i) {
+    SCOPED_TRACE("poison " + std::to_string(poisons[i][0]));
+    const Tensor mem = memories[i].View({bytes});
+    Step<BFloat16> step(group, layer, RandomRouting(UnevenRows(9), 2, Experts(group), 6720), 6720);
+    step.UseHandle(mem.get());
+    EveryReplayRefuses(step, {"handle_mem", "nvte_ep_prepare"});
+    EXPECT_TRUE(SameBits(memories[i].Download(), poisons[i], 1)) << "handle memory";
+    step.ForwardAndBackward();
+  }
+}
+
+// Part of a routing is no routing.
+TEST(Relocation, MovedMemoryHasToBeWhole) {
+  Group group{GroupShape()};
+  Layer layer(2, 1);
+  Step<BFloat16> step(group, layer, RandomRouting(UnevenRows(9), 2, Experts(group), 6730), 6730);
+  step.Prepare();
+  DeviceBuffer<std::uint8_t> memory(layer.memory().Download());
+  const Tensor half = memory.View({memory.size() / 2});
+  step.UseHandle(half.get());
+  EveryReplayRefuses(step, {"handle_mem", std::to_string(memory.size()), std::to_string(memory.size() / 2)});
+  const Tensor whole = memory.View({memory.size()});
+  step.UseHandle(whole.get());
+  step.Backward();
+}
+
+// One address serves layers of every configuration in turn, with garbage in between.
+TEST(Relocation, ReusedAddress) {
+  GroupShape shape;
+  shape.top_k = 8;
+  shape.alignment = 16;
+  Group group(shape);
+  DeviceBuffer<std::uint8_t> memory(Register(8, 16).bytes);
+  const Tensor mem = memory.View({memory.size()});
+  const int top_k[] = {2, 8, 2, 4, 1};
+  const std::size_t alignment[] = {0, 16, 8, 1, 16};
+  for (int round = 0; round < 5; ++round) {
+    SCOPED_TRACE("round " + std::to_string(round));
+    memory.Upload(Bytes(memory.size(), 0xcb));
+    Layer layer(top_k[round], alignment[round]);
+    Step<BFloat16> step(group, layer,
+                        RandomRouting(UnevenRows(20 + 7 * round), top_k[round], Experts(group), 6740 + round),
+                        6740 + round);
+    step.UseHandle(mem.get());
+    step.ForwardAndBackward();
+    EXPECT_TRUE(memory.GuardIntact());
+  }
+}
+
+// Routing does not outlive its group.
+TEST(Relocation, MemoryOfAnEarlierGroup) {
+  std::optional<Group> group;
+  group.emplace(GroupShape());
+  Layer layer(2, 1);
+  Step<BFloat16> step(*group, layer, RandomRouting(UnevenRows(9), 2, Experts(*group), 6750), 6750);
+  step.Forward();
+  group.reset();
+  group.emplace(GroupShape());
+  EveryReplayRefuses(step, {"handle_mem", "nvte_ep_prepare"});
+  step.ForwardAndBackward();
+}
+
+// ---- NVTE_EP_HANDLE_CACHE_SIZE ----
+
+// Sets the limit for the groups made meanwhile.
+class CacheSize {
+ public:
+  explicit CacheSize(const char* value) {
+    const char* before = std::getenv(kName);
+    if (before != nullptr) before_ = before;
+    setenv(kName, value, 1);
+  }
+  ~CacheSize() {
+    if (before_) {
+      setenv(kName, before_->c_str(), 1);
+    } else {
+      unsetenv(kName);
+    }
+  }
+  CacheSize(const CacheSize&) = delete;
+  CacheSize& operator=(const CacheSize&) = delete;
+
+ private:
+  static constexpr char kName[] = "NVTE_EP_HANDLE_CACHE_SIZE";
+  std::optional<std::string> before_;
+};
+
+// `count` layers in flight, forward in order, backward in reverse; returns the most handles that were alive.
+template <typename Index>
+std::uint64_t RunInFlight(int count, std::uint64_t seed) {
+  GroupShape shape;
+  shape.top_k = 4;
+  shape.alignment = 16;
+  Group group(shape);
+  const std::optional<HostStats> before = ReadHostStats();
+  std::uint64_t most = 0;
+  const auto look = [&] {
+    const std::optional<HostStats> now = ReadHostStats();
+    if (!now) return;
+    most = std::max(
+        most, now->handles_created - now->handles_destroyed - (before->handles_created - before->handles_destroyed));
+  };
+  std::vector<std::unique_ptr<Layer>> layers;
+  std::vector<std::unique_ptr<Step<BFloat16, Index>>> steps;
+  for (int i = 0; i < count; ++i) {
+    const int top_k = 1 << i % 3;
+    layers.push_back(std::make_unique<Layer>(top_k, std::size_t{1} << i % 5));
+    steps.push_back(std::make_unique<Step<BFloat16, Index>>(
+        group, *layers[i], RandomRouting(UnevenRows(12 + 4 * i), top_k, Experts(group), seed + i), seed + i));
+  }
+  for (int i = 0; i < count; ++i) {
+    SCOPED_TRACE("forward " + std::to_string(i));
+    steps[i]->Forward();
+    look();
+  }
+  for (int i = count; i-- > 0;) {
+    SCOPED_TRACE("backward " + std::to_string(i));
+    steps[i]->Backward();
+    look();
+  }
+  return most;
+}
+
+TEST(HandleCache, MoreHandlesInFlightThanAreKept) {
+  const CacheSize size("2");
+  const std::uint64_t most = RunInFlight<std::int64_t>(3, 6800);
+  if (ReadHostStats()) {
+    EXPECT_EQ(most, 2u);
+  }
+  RunInFlight<std::int64_t>(7, 6810);
+}
+
+TEST(HandleCache, OneHandle) {
+  const CacheSize size("1");
+  const std::uint64_t most = RunInFlight<std::int64_t>(3, 6820);
+  if (ReadHostStats()) {
+    EXPECT_EQ(most, 1u);
+  }
+}
+
+TEST(HandleCache, NoLimit) {
+  const CacheSize size("-1");
+  const std::uint64_t most = RunInFlight<std::int64_t>(12, 6830);
+  if (ReadHostStats()) {
+    EXPECT_EQ(most, 12u);
+  }
+}
+
+// A handle of 32-bit indices that was given up cannot be opened again; it says so rather than misread its indices.
+TEST(HandleCache, GivenUpHandlesOf32BitIndicesNeedAnotherPrepare) {
+  const CacheSize size("1");
+  Group group{GroupShape()};
+  Layer first(2, 1), second(2, 1);
+  Step<BFloat16, std::int32_t> step(group, first, RandomRouting(UnevenRows(9), 2, Experts(group), 6840), 6840);
+  Step<BFloat16, std::int32_t> other(group, second, RandomRouting(UnevenRows(9), 2, Experts(group), 6841), 6841);
+  step.Prepare();
+  other.ForwardAndBackward();
+  EXPECT_TRUE(Throws("nvte_ep_dispatch", {"handle_mem", "int32"}, [&] { step.Dispatch(); }));
+  step.ForwardAndBackward();
+}
+
+TEST(HandleCache, Zero) {
+  {
+    const CacheSize size("0");
+    EXPECT_TRUE(Throws("nvte_ep_initialize", {"NVTE_EP_HANDLE_CACHE_SIZE", "got 0"},
+                       [] { Initialize(World::Get().comm(), GroupShape().Config()); }));
+  }
+  RunInFlight<std::int64_t>(1, 6850);
+}
+
+}  // namespace
+}  // namespace test
