@@ -47,7 +47,7 @@ int step(ncclComm_t comm, int rank, int ranks, cudaStream_t stream) {
 
   nvte_ep_prepare(handle, topk_idx, counts, 0, stream);
   nvte_ep_dispatch(handle, topk_idx, tokens, {}, topk_weights, {}, recv_tokens, {}, recv_weights, {}, stream);
-  // Here the experts work, each on its slab of recv_tokens, counts[e] rows long.
+  // Here the experts work, each on its slab of recv_tokens, counts[e] rows long, and multiply by recv_weights.
   nvte_ep_combine(handle, recv_tokens, {}, result, stream);
   cudaStreamSynchronize(stream);
   // [step]

@@ -129,8 +129,8 @@ impl fmt::Display for Error {
             }
             Self::Teardown(failures) => write!(f, "the group is gone, but: {}", failures.join("; ")),
             Self::NotBuilt => f.write_str(
-                "this is the stub library, built without NCCL EP; link or install the full libnvte_ep.so in its place \
-                 (build nvte-ep without the stub: cargo build --release, or CMake with NVTE_EP_WITH_NCCL_EP=ON)",
+                "this is the stub library, built without NCCL EP; put the full libnvte_ep.so.1 in its place \
+                 (cargo build --release in the nvte-ep repository makes both)",
             ),
             Self::Internal(text) => write!(f, "internal error (please report it): {text}"),
         }

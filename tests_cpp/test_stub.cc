@@ -15,7 +15,7 @@ namespace test {
 namespace {
 
 // What the text has to say about getting a build that works.
-const std::vector<std::string> kRemedy = {"stub", "NVTE_EP_WITH_NCCL_EP=ON", "cargo build"};
+const std::vector<std::string> kRemedy = {"stub", "libnvte_ep.so.1", "cargo build --release"};
 
 TEST(Stub, EveryCallButShutdownNamesTheRemedy) {
   EpCalls calls;

@@ -289,6 +289,26 @@ int LateInitialize() {
   return failed ? 1 : 0;
 }
 
+// A mistake, and the library says so: the communicator has to outlive shutdown.
+int DestroyThenShutdown() {
+  if (!ReadHostStats()) {
+    std::printf("skipped: NCCL does not recognise a communicator that is gone\n");
+    return Leave();
+  }
+  Group* group = new Group(Shape());
+  RunSteps(*group);
+  World::Get().DestroyComm();
+  try {
+    nvte_ep_shutdown();
+    Fail("shutdown went through without a communicator");
+  } catch (const std::exception& error) {
+    if (std::strstr(error.what(), "nvte_ep_shutdown: ") != error.what()) Fail(error.what());
+    if (std::strstr(error.what(), "is not a live communicator") == nullptr) Fail(error.what());
+  }
+  nvte_ep_shutdown();
+  return Leave();
+}
+
 struct Order {
   const char* name;
   int (*run)();
@@ -308,6 +328,7 @@ constexpr Order kOrders[] = {
     {"shutdown_from_another_thread", ShutdownFromAnotherThread},
     {"shutdown_in_forked_child", ShutdownInForkedChild},
     {"late_initialize", LateInitialize},
+    {"destroy_then_shutdown", DestroyThenShutdown},
 };
 
 }  // namespace

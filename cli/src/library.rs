@@ -11,6 +11,7 @@ use nvte_ep_core::ffi::types::{
 use nvte_ep_core::sys::{catch_foreign, file_of, own_directories};
 use std::ffi::{CStr, c_char, c_void};
 use std::path::PathBuf;
+use std::time::SystemTime;
 
 /// Declares the table of the library's functions and its constructor.
 macro_rules! table {
@@ -64,17 +65,24 @@ pub struct Library {
 /// Names the library's file; set by the user.
 pub const PATH_VARIABLE: &str = "NVTE_EP_LIB";
 
+/// The library beside this program, or in deps/ there, where Cargo leaves it when it builds this program alone. Newest
+/// first: after a build of this program alone the other one is of an earlier build.
+fn built() -> Vec<PathBuf> {
+    let mut found: Vec<(SystemTime, PathBuf)> = own_directories()
+        .into_iter()
+        .flat_map(|folder| [folder.join("libnvte_ep.so"), folder.join("deps/libnvte_ep.so")])
+        .filter_map(|path| Some((path.metadata().ok()?.modified().ok()?, path)))
+        .collect();
+    found.sort_by_key(|(modified, _)| std::cmp::Reverse(*modified));
+    found.into_iter().map(|(_, path)| path).collect()
+}
+
 impl Library {
     /// Loads the library: the file that `NVTE_EP_LIB` names, else the one beside this program, else the loader's.
     pub fn load(named: Option<PathBuf>) -> Outcome<Self> {
         let candidates = match named {
             Some(path) => vec![path],
-            None => own_directories()
-                .into_iter()
-                .map(|directory| directory.join("libnvte_ep.so"))
-                .filter(|path| path.exists())
-                .chain([PathBuf::from("libnvte_ep.so.1")])
-                .collect(),
+            None => built().into_iter().chain([PathBuf::from("libnvte_ep.so.1")]).collect(),
         };
         let mut tried = Vec::new();
         for path in candidates {

@@ -187,18 +187,29 @@ fn abort() {
     let buffer = Buffer::of(&[1f32; 8], rank.stream);
     nccl_ok(all_reduce(&rank, &buffer, 8));
     rank.sync();
+    // SAFETY: cannot fail. Both ranks have the test's process as their parent.
+    let aborted = std::env::temp_dir().join(format!("nvte_ep_host_aborted_{}", unsafe { libc::getppid() }));
     if rank.rank == 0 {
-        // Rank 1 never enters this one.
+        // Rank 1 enters its next one only after the abort.
         nccl_ok(all_reduce(&rank, &buffer, 8));
         // SAFETY: no preconditions.
         nccl_ok(unsafe { ncclCommAbort(rank.comm) });
         rank.sync();
         assert_eq!(sticky_text(), "");
+        std::fs::write(&aborted, "").unwrap();
     } else {
-        nccl_ok(all_reduce(&rank, &buffer, 7));
-        // Either the difference or the abort is seen first.
+        let start = Instant::now();
+        while !aborted.exists() {
+            assert!(start.elapsed() < Duration::from_secs(30), "rank 0 did not abort");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        std::fs::remove_file(&aborted).unwrap();
+        // Rank 0 had arrived at the first of these before it aborted; it never comes to the second.
+        nccl_ok(all_reduce(&rank, &buffer, 8));
+        nccl_ok(all_reduce(&rank, &buffer, 8));
         // SAFETY: no preconditions.
         assert_eq!(unsafe { cudaStreamSynchronize(rank.stream) }, cudaErrorLaunchFailure);
+        assert!(sticky_text().contains("rank 0 aborted the communicator"), "{}", sticky_text());
         std::mem::forget(buffer);
     }
 }

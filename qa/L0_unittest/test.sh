@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Rust tests of every crate. The command's tests run it with the libraries beside it, so those are built first.
+# Rust tests of every crate.
 . "$(dirname "$0")/../common.sh"
-check "cargo build" cargo build --locked
-check "cargo test" cargo test --workspace --locked
+check "cargo test" cargo test --workspace --locked --no-fail-fast
 finish

@@ -2,7 +2,9 @@
 # The README's commands, and the command under other launchers.
 . "$(dirname "$0")/../common.sh"
 export NVTE_EP_RUNTIME=host OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+# First of all, so that on a clean checkout this command has to build what it needs.
 check "the main job" cargo run --release --locked -p nvte-ep-cli -- run
+check "release build" cargo build --release --locked
 nvte_ep=$TARGET/release/nvte-ep
 for arguments in "--ranks 2 --dtype f32 --top-k 1 --align 1" "--ranks 2 --dtype f16 --top-k 8 --align 128" "--ranks 8 --tokens 64 --top-k 8 --experts 64"; do
   # shellcheck disable=SC2086

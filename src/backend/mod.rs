@@ -650,9 +650,7 @@ impl Backend {
             // SAFETY: the communicator outlives shutdown, by initialize's contract.
             unsafe { self.meeting.barrier(limit) }
         });
-        if let Err(Error::Library { code, .. }) = &met
-            && *code == i64::from(b::CUDA_ERROR_DEINITIALIZED)
-        {
+        if met.as_ref().is_err_and(is_cuda_gone) {
             // Called from a destructor that runs after CUDA's own: the process ends, and the driver has freed everything.
             tracing::info!(target: "nvte_ep", device, "CUDA is gone already; nothing to destroy");
             return Vec::new();
@@ -697,6 +695,13 @@ fn require_memory(mem: &TensorView, bytes: usize) -> Result<()> {
     mem.require_storage(256)
 }
 
+/// Whether CUDA has shut down already, as it has in destructors that run after its own.
+fn is_cuda_gone(error: &Error) -> bool {
+    let gone = i64::from(b::CUDA_ERROR_DEINITIALIZED);
+    // NCCL has codes of its own, so only the driver's functions count.
+    matches!(error, Error::Library { call, code, .. } if call.starts_with("cu") && *code == gone)
+}
+
 /// Ids are unique over the life of the process, so that an id kept across shutdown is recognised as unknown.
 fn next_layer_id() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
@@ -735,6 +740,13 @@ mod tests {
         let text = current_group().err().unwrap().to_string();
         assert_eq!(text, "there is no EP group: call nvte_ep_initialize first");
         shutdown().unwrap();
+    }
+
+    #[test]
+    fn only_the_driver_can_be_gone() {
+        let error = |call| Error::Library { call, code: 4, text: String::new() };
+        assert!(is_cuda_gone(&error("cuInit")));
+        assert!(!is_cuda_gone(&error("ncclAllGather")), "4 is ncclInvalidArgument");
     }
 
     #[test]

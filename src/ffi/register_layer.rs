@@ -14,14 +14,16 @@ use std::ffi::c_int;
 pub struct NVTEEpGroupConfig {
     /// Number of ranks of the group; the communicator's size.
     pub ep_size: c_int,
-    /// Number of experts over all ranks; a multiple of ep_size.
+    /// Number of experts over all ranks; a multiple of ep_size and of 4, at most 256 a rank.
     pub num_experts: c_int,
-    /// Most tokens a rank dispatches in one step.
+    /// Most tokens a rank dispatches in one step. A step may have fewer, another number on each rank, and none.
     pub max_tokens_per_rank: c_int,
-    /// Rows of a rank's receive buffers, over all its local experts and with their padding. At least max_tokens_per_rank;
-    /// ep_size * max_tokens_per_rank * top_k, and the padding, hold every routing.
+    /// Rows of a rank's receive buffers (C), over all its local experts and with their padding; at least
+    /// max_tokens_per_rank, rounded up to a multiple of 4. No routing needs more than
+    /// ep_size * max_tokens_per_rank * top_k + (num_experts / ep_size) * (alignment - 1). A step that needs more than C rows
+    /// is a fatal error of the device: the next synchronization reports it, and the process has to end.
     pub max_recv_tokens_per_rank: c_int,
-    /// Elements of a token row, at most.
+    /// Elements of a token row, at most; in max_token_dtype a multiple of 16 bytes.
     pub hidden_dim: c_int,
     /// Streaming multiprocessors that communication may use; 0 = automatic.
     pub max_num_sms: c_int,
@@ -52,7 +54,7 @@ pub struct NVTEEpLayerConfig {
 pub struct NVTEEpHandle {
     /// From nvte_ep_register_layer; never 0.
     pub id: u64,
-    /// Byte tensor of at least the size that nvte_ep_register_layer reported, on a 256-byte boundary.
+    /// Byte tensor of at least the size that nvte_ep_register_layer reported, on a 256-byte boundary; it need not be cleared.
     pub mem: NVTETensor,
 }
 

@@ -17,14 +17,16 @@ pub struct NVTEEpGroupConfig {
     pub struct_size: usize,
     /// Number of ranks of the group; the communicator's size.
     pub ep_size: c_int,
-    /// Number of experts over all ranks; a multiple of ep_size.
+    /// Number of experts over all ranks; a multiple of ep_size and of 4, at most 256 a rank.
     pub num_experts: c_int,
-    /// Most tokens a rank dispatches in one step.
+    /// Most tokens a rank dispatches in one step. A step may have fewer, another number on each rank, and none.
     pub max_tokens_per_rank: c_int,
-    /// Rows of a rank's receive buffers, over all its local experts and with their padding, at least max_tokens_per_rank;
-    /// or 0 for eager mode, in which the caller sizes the buffers of each step by the total that prepare reports.
+    /// Rows of a rank's receive buffers (C), over all its local experts and with their padding; at least
+    /// max_tokens_per_rank, rounded up to a multiple of 4. No routing needs more than
+    /// ep_size * max_tokens_per_rank * top_k + (num_experts / ep_size) * (alignment - 1). Or 0 for eager mode, in which the
+    /// caller sizes the buffers of each step by the total that prepare reports.
     pub max_recv_tokens_per_rank: c_int,
-    /// Elements of a token row, at most.
+    /// Elements of a token row, at most; in max_token_dtype a multiple of 16 bytes.
     pub hidden_dim: c_int,
     /// Streaming multiprocessors that communication may use; 0 = automatic.
     pub num_comm_sms: c_int,

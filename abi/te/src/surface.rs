@@ -79,6 +79,9 @@ pub unsafe extern "C-unwind" fn nvte_ep_initialize(ep_comm: *mut c_void, group_c
 /// Ends the EP groups of this process: waits for queued work and for the other ranks, then frees what the library holds.
 /// The communicators stay the callers'. Without a group it does nothing.
 ///
+/// Every order of ending is fine in which the communicator lives until this returns: this, then ncclCommDestroy; this twice;
+/// another nvte_ep_initialize afterwards; this at exit, in a destructor, after an exception, or never. Tensors, streams and
+/// handle memory may go before or after it.
 /// Throws when queued work or another rank does not finish within NVTE_EP_SHUTDOWN_TIMEOUT_MS; the group is gone all the
 /// same.
 #[unsafe(no_mangle)]

@@ -18,20 +18,22 @@ typedef struct NVTEEpGroupConfig {
    */
   int ep_size;
   /**
-   * Number of experts over all ranks; a multiple of ep_size.
+   * Number of experts over all ranks; a multiple of ep_size and of 4, at most 256 a rank.
    */
   int num_experts;
   /**
-   * Most tokens a rank dispatches in one step.
+   * Most tokens a rank dispatches in one step. A step may have fewer, another number on each rank, and none.
    */
   int max_tokens_per_rank;
   /**
-   * Rows of a rank's receive buffers, over all its local experts and with their padding. At least max_tokens_per_rank;
-   * ep_size * max_tokens_per_rank * top_k, and the padding, hold every routing.
+   * Rows of a rank's receive buffers (C), over all its local experts and with their padding; at least
+   * max_tokens_per_rank, rounded up to a multiple of 4. No routing needs more than
+   * ep_size * max_tokens_per_rank * top_k + (num_experts / ep_size) * (alignment - 1). A step that needs more than C rows
+   * is a fatal error of the device: the next synchronization reports it, and the process has to end.
    */
   int max_recv_tokens_per_rank;
   /**
-   * Elements of a token row, at most.
+   * Elements of a token row, at most; in max_token_dtype a multiple of 16 bytes.
    */
   int hidden_dim;
   /**
@@ -80,7 +82,7 @@ typedef struct NVTEEpHandle {
    */
   uint64_t id;
   /**
-   * Byte tensor of at least the size that nvte_ep_register_layer reported, on a 256-byte boundary.
+   * Byte tensor of at least the size that nvte_ep_register_layer reported, on a 256-byte boundary; it need not be cleared.
    */
   NVTETensor mem;
 } NVTEEpHandle;
@@ -108,6 +110,9 @@ void nvte_ep_initialize(void *ep_comm,
  * Ends the EP groups of this process: waits for queued work and for the other ranks, then frees what the library holds.
  * The communicator stays the caller's. Without a group it does nothing.
  *
+ * Every order of ending is fine in which the communicator lives until this returns: this, then ncclCommDestroy; this twice;
+ * another nvte_ep_initialize afterwards; this at exit, in a destructor, after an exception, or never. Tensors, streams and
+ * handle memory may go before or after it.
  * Throws when queued work or another rank does not finish within NVTE_EP_SHUTDOWN_TIMEOUT_MS; the group is gone all the
  * same.
  */

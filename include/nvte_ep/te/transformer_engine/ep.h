@@ -26,20 +26,22 @@ typedef struct NVTEEpGroupConfig {
    */
   int ep_size;
   /**
-   * Number of experts over all ranks; a multiple of ep_size.
+   * Number of experts over all ranks; a multiple of ep_size and of 4, at most 256 a rank.
    */
   int num_experts;
   /**
-   * Most tokens a rank dispatches in one step.
+   * Most tokens a rank dispatches in one step. A step may have fewer, another number on each rank, and none.
    */
   int max_tokens_per_rank;
   /**
-   * Rows of a rank's receive buffers, over all its local experts and with their padding, at least max_tokens_per_rank;
-   * or 0 for eager mode, in which the caller sizes the buffers of each step by the total that prepare reports.
+   * Rows of a rank's receive buffers (C), over all its local experts and with their padding; at least
+   * max_tokens_per_rank, rounded up to a multiple of 4. No routing needs more than
+   * ep_size * max_tokens_per_rank * top_k + (num_experts / ep_size) * (alignment - 1). Or 0 for eager mode, in which the
+   * caller sizes the buffers of each step by the total that prepare reports.
    */
   int max_recv_tokens_per_rank;
   /**
-   * Elements of a token row, at most.
+   * Elements of a token row, at most; in max_token_dtype a multiple of 16 bytes.
    */
   int hidden_dim;
   /**
@@ -106,6 +108,9 @@ void nvte_ep_initialize(void *ep_comm,
  * Ends the EP groups of this process: waits for queued work and for the other ranks, then frees what the library holds.
  * The communicators stay the callers'. Without a group it does nothing.
  *
+ * Every order of ending is fine in which the communicator lives until this returns: this, then ncclCommDestroy; this twice;
+ * another nvte_ep_initialize afterwards; this at exit, in a destructor, after an exception, or never. Tensors, streams and
+ * handle memory may go before or after it.
  * Throws when queued work or another rank does not finish within NVTE_EP_SHUTDOWN_TIMEOUT_MS; the group is gone all the
  * same.
  */
