@@ -20,4 +20,4 @@ generate:
 # format Rust and C++
 format:
     cargo fmt --all
-    git ls-files -z '*.cc' '*.h' ':!include' | xargs -0 clang-format -i --style=file
+    ./qa/clang_format.sh --write

@@ -7,5 +7,5 @@ check "cargo doc" env RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 check "generated headers are current" cargo run --quiet --locked -p nvte-ep-codegen -- headers --check
 wheels=$("$ROOT/qa/wheels.sh")
 check "generated bindings are current" cargo run --quiet --locked -p nvte-ep-codegen -- bindings --check --wheels "$wheels"
-check "C++ formatting" bash -c 'git ls-files -z "*.cc" "*.h" ":!include" | xargs -0 clang-format --dry-run --Werror --style=file'
+check "C++ formatting" qa/clang_format.sh --check
 finish

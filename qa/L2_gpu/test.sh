@@ -12,6 +12,21 @@ mpi() { local ranks=$1; shift; $limit mpirun --oversubscribe --bind-to none -n "
 
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 for ranks in 2 4; do check "test_ep, $ranks ranks" mpi "$ranks" "$bundle/test_ep"; done
+for ranks in 2 4; do check "test_te, $ranks ranks" mpi "$ranks" "$bundle/test_te"; done
+# TransformerEngine's released library, in the folder NVTE_EP_TE_LIBRARY_DIR; its cuBLAS and cuDNN on LD_LIBRARY_PATH.
+if [ -n "${NVTE_EP_TE_LIBRARY_DIR:-}" ]; then
+  te=$NVTE_EP_TE_LIBRARY_DIR
+  for ranks in 2 4; do
+    check "TransformerEngine alone, $ranks ranks" mpi "$ranks" env LD_LIBRARY_PATH="$te:$LD_LIBRARY_PATH" "$bundle/test_te_source" none
+    check "TransformerEngine and our preload, $ranks ranks" mpi "$ranks" env LD_LIBRARY_PATH="$te:$LD_LIBRARY_PATH" \
+      LD_PRELOAD="$bundle/libnvte_ep_preload.so" "$bundle/test_te_source" libnvte_ep_preload
+    check "ours in its place, $ranks ranks" mpi "$ranks" "$bundle/test_te_source" libtransformer_engine
+    check "200 random cases, $ranks ranks" mpi "$ranks" "$bundle/te_differential" --a "$te/libtransformer_engine.so" \
+      --b "$bundle/libtransformer_engine.so" --separate-a --cases 200 --shapes 4
+  done
+else
+  echo "skipped: TransformerEngine's library (set NVTE_EP_TE_LIBRARY_DIR)"
+fi
 for order in $("$bundle/test_teardown" --list); do check "test_teardown $order" mpi 2 "$bundle/test_teardown" "$order"; done
 check "test_boundary" $limit "$bundle/test_boundary"
 check "test_tensor" $limit "$bundle/test_tensor"

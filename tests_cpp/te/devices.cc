@@ -1,0 +1,143 @@
+// Several devices of one process, each with a group of its own: the ranks are threads. Host runtime only, with
+// NVTE_EP_HOST_DEVICES=3.
+
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+#include <nccl.h>
+#include <transformer_engine/ep.h>
+
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "support/expect_error.h"
+
+namespace test {
+namespace {
+
+constexpr std::size_t kRanks = 2, kTokens = 4, kHidden = 8, kExperts = 4;
+
+// A tensor over device memory of the calling thread's device.
+struct DeviceTensor {
+  void* data = nullptr;
+  NVTETensor tensor = nullptr;
+
+  DeviceTensor(NVTEDType dtype, std::size_t element, const std::vector<std::size_t>& shape, const void* host) {
+    std::size_t bytes = element;
+    for (const std::size_t size : shape) bytes *= size;
+    EXPECT_EQ(cudaMalloc(&data, bytes), cudaSuccess);
+    if (host != nullptr) {
+      EXPECT_EQ(cudaMemcpy(data, host, bytes, cudaMemcpyHostToDevice), cudaSuccess);
+    }
+    const NVTEBasicTensor basic = {data, dtype, nvte_make_shape(shape.data(), shape.size())};
+    tensor = nvte_create_tensor(NVTE_DELAYED_TENSOR_SCALING);
+    nvte_set_tensor_param_v2(tensor, kNVTERowwiseData, &basic, sizeof basic);
+  }
+  ~DeviceTensor() {
+    nvte_destroy_tensor(tensor);
+    cudaFree(data);
+  }
+  DeviceTensor(const DeviceTensor&) = delete;
+  DeviceTensor& operator=(const DeviceTensor&) = delete;
+};
+
+NVTEEpLayerConfig LayerOfOne() {
+  NVTEEpLayerConfig layer = {};
+  layer.struct_size = sizeof layer;
+  layer.top_k = 1;
+  return layer;
+}
+
+float Value(std::size_t rank, std::size_t token) { return static_cast<float>(100 * rank + token); }
+
+// Token t of rank r goes to expert (r + t) % 4, so every rank receives four rows, and combine gives every token back.
+void Step(std::size_t rank, std::vector<float>* received, std::vector<float>* result) {
+  std::vector<std::int64_t> experts(kTokens);
+  std::vector<float> rows(kTokens * kHidden);
+  for (std::size_t t = 0; t < kTokens; ++t) {
+    experts[t] = static_cast<std::int64_t>((rank + t) % kExperts);
+    for (std::size_t h = 0; h < kHidden; ++h) rows[t * kHidden + h] = Value(rank, t);
+  }
+  const std::size_t capacity = kRanks * kTokens;
+  const NVTEEpLayerConfig layer = LayerOfOne();
+  const DeviceTensor memory(kNVTEByte, 1, {nvte_ep_handle_mem_size(&layer)}, nullptr);
+  const DeviceTensor topk_idx(kNVTEInt64, 8, {kTokens, 1}, experts.data());
+  const DeviceTensor tokens(kNVTEFloat32, 4, {kTokens, kHidden}, rows.data());
+  const DeviceTensor recv(kNVTEFloat32, 4, {capacity, kHidden}, nullptr);
+  const DeviceTensor sums(kNVTEFloat32, 4, {kTokens, kHidden}, nullptr);
+  cudaStream_t stream = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  const NVTECommWindow none = {};
+  nvte_ep_prepare(memory.tensor, topk_idx.tensor, nullptr, nullptr, &layer, stream);
+  nvte_ep_dispatch(memory.tensor, topk_idx.tensor, tokens.tensor, none, nullptr, none, recv.tensor, none, nullptr, none,
+                   stream);
+  nvte_ep_combine(memory.tensor, recv.tensor, none, sums.tensor, stream);
+  ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+  received->resize(kTokens * kHidden);
+  result->resize(kTokens * kHidden);
+  ASSERT_EQ(cudaMemcpy(received->data(), recv.data, received->size() * 4, cudaMemcpyDeviceToHost), cudaSuccess);
+  ASSERT_EQ(cudaMemcpy(result->data(), sums.data, result->size() * 4, cudaMemcpyDeviceToHost), cudaSuccess);
+  cudaStreamDestroy(stream);
+}
+
+TEST(Devices, EachHasAGroupOfItsOwn) {
+  int devices = 0;
+  ASSERT_EQ(cudaGetDeviceCount(&devices), cudaSuccess);
+  ASSERT_GE(devices, 3) << "set NVTE_EP_HOST_DEVICES=3";
+  ncclUniqueId id;
+  ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
+  std::vector<ncclComm_t> comms(kRanks);
+  std::vector<std::string> errors(kRanks);
+  std::vector<std::vector<float>> received(kRanks), results(kRanks);
+  std::vector<std::thread> threads;
+  for (std::size_t rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        ASSERT_EQ(cudaSetDevice(static_cast<int>(rank)), cudaSuccess);
+        ASSERT_EQ(ncclCommInitRank(&comms[rank], kRanks, id, static_cast<int>(rank)), ncclSuccess);
+        NVTEEpGroupConfig config = {};
+        config.struct_size = sizeof config;
+        config.ep_size = kRanks;
+        config.num_experts = kExperts;
+        config.max_tokens_per_rank = kTokens;
+        config.max_recv_tokens_per_rank = kRanks * kTokens;
+        config.hidden_dim = kHidden;
+        config.max_token_dtype = kNVTEFloat32;
+        nvte_ep_initialize(comms[rank], &config);
+        Step(rank, &received[rank], &results[rank]);
+      } catch (const std::exception& error) {
+        errors[rank] = error.what();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (std::size_t rank = 0; rank < kRanks; ++rank) {
+    ASSERT_EQ(errors[rank], "") << "rank " << rank;
+    // Experts 2 rank and 2 rank + 1, each with one token of either rank, by source rank.
+    std::size_t row = 0;
+    for (std::size_t expert = 2 * rank; expert < 2 * rank + 2; ++expert) {
+      for (std::size_t source = 0; source < kRanks; ++source, ++row) {
+        const std::size_t token = (expert + kExperts - source) % kExperts;
+        EXPECT_EQ(received[rank][row * kHidden], Value(source, token)) << "rank " << rank << ", row " << row;
+      }
+    }
+    for (std::size_t t = 0; t < kTokens; ++t) EXPECT_EQ(results[rank][t * kHidden + 7], Value(rank, t));
+  }
+
+  // A thread on a device without a group is told where there are some.
+  ASSERT_EQ(cudaSetDevice(2), cudaSuccess);
+  const NVTEEpLayerConfig layer = LayerOfOne();
+  EXPECT_TRUE(Throws("nvte_ep_handle_mem_size", {"device 2", "[0, 1]"}, [&] { nvte_ep_handle_mem_size(&layer); }));
+  // One call ends all of them.
+  EXPECT_NO_THROW(nvte_ep_shutdown());
+  for (int device = 0; device < 2; ++device) {
+    ASSERT_EQ(cudaSetDevice(device), cudaSuccess);
+    EXPECT_TRUE(Throws("nvte_ep_handle_mem_size", {"nvte_ep_initialize"}, [&] { nvte_ep_handle_mem_size(&layer); }));
+    EXPECT_EQ(ncclCommDestroy(comms[static_cast<std::size_t>(device)]), ncclSuccess);
+  }
+}
+
+}  // namespace
+}  // namespace test
