@@ -65,12 +65,14 @@ pub struct Library {
 /// Names the library's file; set by the user.
 pub const PATH_VARIABLE: &str = "NVTE_EP_LIB";
 
-/// The library beside this program, or in deps/ there, where Cargo leaves it when it builds this program alone. Newest
-/// first: after a build of this program alone the other one is of an earlier build.
+/// The library beside this program, in lib/ of an installed tree, or in deps/, where Cargo leaves it when it builds this
+/// program alone. Newest first: after a build of this program alone the other one is of an earlier build.
 fn built() -> Vec<PathBuf> {
     let mut found: Vec<(SystemTime, PathBuf)> = own_directories()
         .into_iter()
-        .flat_map(|folder| [folder.join("libnvte_ep.so"), folder.join("deps/libnvte_ep.so")])
+        .flat_map(|folder| {
+            ["libnvte_ep.so", "../lib/libnvte_ep.so.1", "deps/libnvte_ep.so"].map(|name| folder.join(name))
+        })
         .filter_map(|path| Some((path.metadata().ok()?.modified().ok()?, path)))
         .collect();
     found.sort_by_key(|(modified, _)| std::cmp::Reverse(*modified));
