@@ -84,12 +84,6 @@ impl DType {
     pub const fn bytes(self, count: usize) -> usize {
         (count * self.bits()).div_ceil(8)
     }
-
-    /// Whether NCCL EP dispatches and combines rows of it without scales.
-    #[must_use]
-    pub const fn is_plain_token(self) -> bool {
-        matches!(self, Self::BFloat16 | Self::Float16 | Self::Float32)
-    }
 }
 
 impl fmt::Display for DType {

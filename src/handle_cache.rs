@@ -85,12 +85,12 @@ impl<H> HandleCache<H> {
         entry.prepared.filter(|_| owned && entry.memory == memory)
     }
 
-    /// Notes that `key` is about to prepare `memory`, whose routing is lost from now on.
-    pub fn start_prepare(&mut self, key: HandleKey, memory: u64) {
-        if let Some(entry) = self.entries.get_mut(&key) {
-            entry.prepared = None;
-        }
-        self.owners.insert(memory, key);
+    /// The entry of `key`, which is about to prepare its memory: that memory's routing is lost from now on.
+    pub fn start_prepare(&mut self, key: HandleKey) -> Option<&mut Entry<H>> {
+        let entry = self.entries.get_mut(&key)?;
+        entry.prepared = None;
+        self.owners.insert(entry.memory, key);
+        Some(entry)
     }
 
     /// The entry of `key`, which becomes the most recently used.
@@ -177,11 +177,10 @@ mod tests {
         let mut cache = HandleCache::new(Relocation::Refuse, None);
         for key in [KEY, other] {
             cache.insert(key, 0x100, layer(2), None, key);
-            cache.start_prepare(key, 0x100);
-            cache.get_mut(key).unwrap().prepared = prepared;
+            cache.start_prepare(key).unwrap().prepared = prepared;
         }
         assert_eq!((cache.prepared(KEY, 0x100), cache.prepared(other, 0x100)), (None, prepared));
-        cache.start_prepare(KEY, 0x100);
+        cache.start_prepare(KEY).unwrap();
         assert_eq!((cache.prepared(KEY, 0x100), cache.prepared(other, 0x100)), (None, None));
     }
 

@@ -123,7 +123,7 @@ impl Meeting {
         // SAFETY: `stream` is a live pointer.
         let code = unsafe { (base.cuda.cuStreamCreate)(&raw mut stream, b::CU_STREAM_NON_BLOCKING) };
         base.cuda.check("cuStreamCreate", code)?;
-        let stream = Stream(stream.expose_provenance());
+        let stream = Stream::from_raw(stream);
         let mut scratch = 0;
         let bytes = RECORD * (facts.size as usize + 1);
         // SAFETY: `scratch` is a live pointer.

@@ -555,12 +555,15 @@ impl Backend {
             }
         };
         let prepared = prepared.ok_or_else(|| not_prepared(handle))?;
-        if registered.is_some_and(|layer| layer.config != config) {
-            return Err(not_prepared(handle));
+        match registered {
+            Some(layer) if layer.config == config => Ok((layer, prepared)),
+            Some(_) => Err(not_prepared(handle)),
+            None => {
+                let layer = self.layer_of(config)?;
+                require_memory(&handle.mem, layer.mem_bytes())?;
+                Ok((layer, prepared))
+            }
         }
-        let layer = self.layer_of(config)?;
-        require_memory(&handle.mem, layer.mem_bytes())?;
-        Ok((layer, prepared))
     }
 
     /// # Safety
@@ -590,16 +593,14 @@ impl Backend {
         prepared: Prepared,
         stream: Stream,
     ) -> Result<()> {
-        let (base, epoch) = (self.base, self.epoch);
         self.handle(handle, layer, None)?;
         // A failed exchange leaves no routing that could be replayed.
-        self.handles.start_prepare(handle.key, handle.mem.data);
-        let (group, entry) = self.handle(handle, layer, None)?;
+        let entry = self.handles.start_prepare(handle.key).expect("built just now");
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.update(&entry.handle, call, stream) }?;
-        let Stamp(words) = Stamp::new(&layer.config, prepared, epoch);
+        unsafe { self.group.update(&entry.handle, call, stream) }?;
+        let Stamp(words) = Stamp::new(&layer.config, prepared, self.epoch);
         // SAFETY: the handle memory starts with room for the stamp.
-        unsafe { base.cuda.write_words(handle.mem.data, &words, stream) }?;
+        unsafe { self.base.cuda.write_words(handle.mem.data, &words, stream) }?;
         entry.prepared = Some(prepared);
         Ok(())
     }

@@ -47,6 +47,12 @@ fn_table! {
 pub struct Stream(pub usize);
 
 impl Stream {
+    /// The stream of a C handle.
+    #[must_use]
+    pub fn from_raw(stream: b::CUstream) -> Self {
+        Self(stream.expose_provenance())
+    }
+
     /// The C handle.
     #[must_use]
     pub fn as_raw(self) -> b::CUstream {

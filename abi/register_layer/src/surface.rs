@@ -17,10 +17,6 @@ use nvte_ep_core::sys::cuda::Stream;
 use nvte_ep_tensor::OwnTensors;
 use std::ffi::c_void;
 
-fn stream_of(stream: cudaStream_t) -> Stream {
-    Stream(stream.expose_provenance())
-}
-
 /// Creates the EP group of the calling thread's current device. Collective over ep_comm; every rank passes the same
 /// group_config.
 ///
@@ -113,7 +109,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_prepare(
             dispatch_output_per_expert_alignment,
         )?);
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.prepare(&handle.parse(&OwnTensors)?, claim, &call, stream_of(stream)) }
+        unsafe { group.prepare(&handle.parse(&OwnTensors)?, claim, &call, Stream::from_raw(stream)) }
     });
 }
 
@@ -161,7 +157,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch(
             )?,
         };
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.dispatch(&handle.parse(&OwnTensors)?, &call, stream_of(stream)) }
+        unsafe { group.dispatch(&handle.parse(&OwnTensors)?, &call, Stream::from_raw(stream)) }
     });
 }
 
@@ -192,7 +188,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_combine(
             result: required(&OwnTensors, "result", result, Windows::default())?,
         };
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.combine(&handle.parse(&OwnTensors)?, &call, stream_of(stream)) }
+        unsafe { group.combine(&handle.parse(&OwnTensors)?, &call, Stream::from_raw(stream)) }
     });
 }
 
@@ -233,7 +229,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch_bwd(
             grad_topk_weights: optional(&OwnTensors, "grad_topk_weights", grad_topk_weights, Windows::default())?,
         };
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.dispatch_bwd(&handle.parse(&OwnTensors)?, &call, stream_of(stream)) }
+        unsafe { group.dispatch_bwd(&handle.parse(&OwnTensors)?, &call, Stream::from_raw(stream)) }
     });
 }
 
@@ -261,6 +257,6 @@ pub unsafe extern "C-unwind" fn nvte_ep_combine_bwd(
             grad_expert_out: required(&OwnTensors, "grad_expert_out", grad_expert_out, grad_expert_out_win.parse())?,
         };
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.combine_bwd(&handle.parse(&OwnTensors)?, &call, stream_of(stream)) }
+        unsafe { group.combine_bwd(&handle.parse(&OwnTensors)?, &call, Stream::from_raw(stream)) }
     });
 }

@@ -18,10 +18,6 @@ use nvte_ep_core::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare};
 use nvte_ep_core::sys::cuda::Stream;
 use std::ffi::c_void;
 
-fn stream_of(stream: cudaStream_t) -> Stream {
-    Stream(stream.expose_provenance())
-}
-
 /// # Safety
 /// `layer_cfg` is null or points to as many bytes as it says.
 unsafe fn layer_of(layer_cfg: *const NVTEEpLayerConfig) -> Result<LayerConfig> {
@@ -135,7 +131,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_prepare(
         let claim = LayerClaim::Given(unsafe { layer_of(layer_cfg) }?);
         let call = prepare_of(topk_idx, recv_tokens_per_expert, total_recv_tokens_per_rank)?;
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.prepare(&parse_handle(&Tensors, handle_mem)?, claim, &call, stream_of(stream)) }
+        unsafe { group.prepare(&parse_handle(&Tensors, handle_mem)?, claim, &call, Stream::from_raw(stream)) }
     });
 }
 
@@ -179,7 +175,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch(
             (recv_topk_weights, recv_topk_weights_win),
         )?;
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.dispatch(&parse_handle(&Tensors, handle_mem)?, &call, stream_of(stream)) }
+        unsafe { group.dispatch(&parse_handle(&Tensors, handle_mem)?, &call, Stream::from_raw(stream)) }
     });
 }
 
@@ -218,7 +214,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_prepare_and_dispatch(
         )?;
         let handle = parse_handle(&Tensors, handle_mem)?;
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.prepare_and_dispatch(&handle, claim, &prepare, &dispatch, stream_of(stream)) }
+        unsafe { group.prepare_and_dispatch(&handle, claim, &prepare, &dispatch, Stream::from_raw(stream)) }
     });
 }
 
@@ -249,7 +245,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_combine(
             result: required(&Tensors, "result", result, Windows::default())?,
         };
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.combine(&parse_handle(&Tensors, handle_mem)?, &call, stream_of(stream)) }
+        unsafe { group.combine(&parse_handle(&Tensors, handle_mem)?, &call, Stream::from_raw(stream)) }
     });
 }
 
@@ -286,7 +282,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch_bwd(
             grad_topk_weights: optional(&Tensors, "grad_topk_weights", grad_topk_weights, Windows::default())?,
         };
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.dispatch_bwd(&parse_handle(&Tensors, handle_mem)?, &call, stream_of(stream)) }
+        unsafe { group.dispatch_bwd(&parse_handle(&Tensors, handle_mem)?, &call, Stream::from_raw(stream)) }
     });
 }
 
@@ -314,6 +310,6 @@ pub unsafe extern "C-unwind" fn nvte_ep_combine_bwd(
             grad_expert_out: required(&Tensors, "grad_expert_out", grad_expert_out, grad_expert_out_win.parse())?,
         };
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.combine_bwd(&parse_handle(&Tensors, handle_mem)?, &call, stream_of(stream)) }
+        unsafe { group.combine_bwd(&parse_handle(&Tensors, handle_mem)?, &call, Stream::from_raw(stream)) }
     });
 }

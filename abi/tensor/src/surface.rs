@@ -300,7 +300,7 @@ pub unsafe extern "C-unwind" fn nvte_zero_tensor(tensor: NVTETensor, stream: cud
         for array in [data, amax].into_iter().filter(|array| array.data != 0) {
             let bytes = size_bytes(&array)?;
             // SAFETY: the caller vouches for memory and stream.
-            unsafe { cuda.zero(array.data as u64, bytes, Stream(stream.expose_provenance())) }?;
+            unsafe { cuda.zero(array.data as u64, bytes, Stream::from_raw(stream)) }?;
         }
         Ok(())
     });

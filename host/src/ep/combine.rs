@@ -57,11 +57,7 @@ pub unsafe fn combine(
     let outputs = unsafe { desc::read_struct(outputs, FUNCTION) }?;
     // SAFETY: passed on to the caller.
     let config = unsafe { desc::read_optional(config, FUNCTION) }?.unwrap_or_default();
-    let forward = match config.pass_direction {
-        NCCL_EP_FWD_PASS => true,
-        NCCL_EP_BWD_PASS => false,
-        other => return Err(invalid(format!("{FUNCTION}: pass_direction {other} is unknown"))),
-    };
+    let forward = desc::is_forward(config.pass_direction, FUNCTION)?;
     match config.quant_recipe {
         NCCL_EP_COMB_QUANT_NONE => {}
         NCCL_EP_COMB_QUANT_NVFP4 => {

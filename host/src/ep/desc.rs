@@ -25,6 +25,15 @@ pub fn invalid(text: impl Into<String>) -> Fault {
     Fault::nccl(ncclInvalidArgument, text)
 }
 
+/// Whether a pass is the forward one.
+pub fn is_forward(direction: ncclEpPassDir_t, function: &str) -> Outcome<bool> {
+    match direction {
+        NCCL_EP_FWD_PASS => Ok(true),
+        NCCL_EP_BWD_PASS => Ok(false),
+        other => Err(invalid(format!("{function}: pass_direction {other} is unknown"))),
+    }
+}
+
 /// A structure that starts with `size` and `magic`.
 ///
 /// # Safety

@@ -126,11 +126,7 @@ pub unsafe fn dispatch(
     let _ = unsafe { desc::read_optional(layout_info, FUNCTION) }?;
     // SAFETY: passed on to the caller.
     let config = unsafe { desc::read_optional(config, FUNCTION) }?.unwrap_or_default();
-    let forward = match config.pass_direction {
-        NCCL_EP_FWD_PASS => true,
-        NCCL_EP_BWD_PASS => false,
-        other => return Err(invalid(format!("{FUNCTION}: pass_direction {other} is unknown"))),
-    };
+    let forward = desc::is_forward(config.pass_direction, FUNCTION)?;
     let quantised = match config.quant_recipe {
         NCCL_EP_DISP_QUANT_NONE => false,
         NCCL_EP_DISP_QUANT_FWD => true,
