@@ -125,6 +125,11 @@ impl<H> HandleCache<H> {
         gone.into_iter().map(|(_, entry)| entry.handle).collect()
     }
 
+    /// The layers of all handles.
+    pub fn layers(&self) -> impl Iterator<Item = LayerConfig> {
+        self.entries.iter().map(|(_, entry)| entry.layer)
+    }
+
     /// All handles, for tear-down.
     pub fn into_handles(self) -> impl Iterator<Item = H> {
         self.entries.into_iter().map(|(_, entry)| entry.handle)

@@ -7,7 +7,7 @@
 //! step's total.
 #![forbid(unsafe_code)]
 
-use crate::config::{GroupConfig, LayerConfig, RecvCapacity, Transfer};
+use crate::config::{Dialect, GroupConfig, LayerConfig, RecvCapacity, Transfer};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::{Shape, TensorView};
@@ -76,6 +76,38 @@ pub struct CombineBwd {
     pub grad: TensorView,
     /// `[C, H]`; receives the gradient of `expert_out`, zeroes in the padding.
     pub grad_expert_out: TensorView,
+}
+
+/// A call's tensors that may lie in symmetric memory: rows of tokens or gradients, and vectors of weights.
+pub trait Payloads {
+    /// All of them.
+    fn payloads(&mut self) -> [Option<&mut TensorView>; 4];
+}
+
+impl Payloads for Dispatch {
+    fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
+        let (weights, recv_weights) = (self.topk_weights.as_mut(), self.recv_topk_weights.as_mut());
+        [Some(&mut self.tokens), weights, Some(&mut self.recv_tokens), recv_weights]
+    }
+}
+
+impl Payloads for Combine {
+    fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
+        [Some(&mut self.expert_out), Some(&mut self.result), None, None]
+    }
+}
+
+impl Payloads for DispatchBwd {
+    fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
+        let (recv_weights, weights) = (self.g_recv_topk_weights.as_mut(), self.grad_topk_weights.as_mut());
+        [Some(&mut self.grad), recv_weights, Some(&mut self.grad_tokens), weights]
+    }
+}
+
+impl Payloads for CombineBwd {
+    fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
+        [Some(&mut self.grad), Some(&mut self.grad_expert_out), None, None]
+    }
 }
 
 impl Prepare {
@@ -278,7 +310,7 @@ fn require_source_rows(tensor: &TensorView, group: &GroupConfig, prepared: Prepa
 const MXFP8_BLOCK: usize = 32;
 
 /// The argument name of a tensor's scales.
-const fn scales_name(tensor: &TensorView) -> &'static str {
+pub(crate) const fn scales_name(tensor: &TensorView) -> &'static str {
     match tensor.name.as_bytes() {
         b"tokens" => "tokens.rowwise_scale_inv",
         b"recv_tokens" => "recv_tokens.rowwise_scale_inv",
@@ -336,24 +368,27 @@ fn require_same_scaling(tokens: &TensorView, recv: &mut TensorView, group: &Grou
     let scales = scales.first_rows(rows);
     require_scales(&scales, rows, width)?;
     if recv.window.is_some() != scales.window.is_some() {
-        let required = "must have its window exactly if recv_tokens has one";
-        return Err(Error::argument(
-            "recv_tokens_win.scale_window",
-            required,
-            if scales.window.is_some() { "one" } else { "NULL" },
-        ));
+        let found = if scales.window.is_some() { "one" } else { "NULL" };
+        return Err(scale_window(&scales, "must have its window exactly if recv_tokens has one", found, group));
     }
     if group.transfer == Transfer::ZeroCopy && scales.window.is_none() {
-        return Err(Error::argument(
-            "recv_tokens_win.scale_window",
-            "must be a window, since the group is zero-copy",
-            "NULL",
-        ));
+        return Err(scale_window(&scales, "must be a window, since the group is zero-copy", "NULL", group));
     }
     if let Some(kept) = &mut recv.scales {
         kept.shape = scales.shape;
     }
     Ok(())
+}
+
+/// Scales that lie, or do not lie, in a window against a rule.
+fn scale_window(scales: &TensorView, required: &str, found: &str, group: &GroupConfig) -> Error {
+    if group.dialect == Dialect::REGISTER_LAYER {
+        // Its window structure has no place for the scales' window, which is looked up by their address.
+        let required = "must lie in memory of nvte_ep_ext_symm_alloc or nvte_ep_ext_window_register exactly if \
+                        recv_tokens has a window";
+        return Error::argument(scales.name, required, format!("address {:#x}", scales.data));
+    }
+    Error::argument(scales.window_field("window"), required, found)
 }
 
 /// No row may be longer than the staging buffers' rows.
@@ -393,7 +428,7 @@ fn require_recv_rows(tensor: &mut TensorView, width: usize, group: &GroupConfig,
     if group.transfer == Transfer::ZeroCopy && tensor.window.is_none() {
         let use_ = if side == Side::Written { "written" } else { "read" };
         return Err(Error::argument(
-            format!("{}_win.window", tensor.name),
+            tensor.window_field("window"),
             format!("must be a window, since the group is zero-copy and peers' rows are {use_} in place"),
             "NULL",
         ));

@@ -10,6 +10,10 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 /// Bytes in front of NCCL EP's part of the handle memory: one unit of its alignment.
 pub(crate) const STAMP_BYTES: usize = 256;
 
+/// Where in a stamp the exchange leaves the rows that its routing needs, in the width of the caller's counters; what it
+/// does not fill of these eight bytes is cleared.
+pub(crate) const TOTAL_OFFSET: usize = 16;
+
 /// The two words of a stamp: a packed description with a check of everything, and the token count.
 ///
 /// Bits of the first word: 0-4 top_k - 1, 5 whether indices are int32, 6-10 log2 of the alignment, 11-31 the check.

@@ -98,12 +98,13 @@ const HEADERS: &[Header] = &[
     },
     Header {
         path: "nvte_ep/nvte_ep_ext.h",
-        about: "nvte-ep's additions to the interface.",
+        about: "nvte-ep's additions to the interface, for every ABI. Every function but nvte_ep_ext_version throws std::runtime_error.",
         guard: "NVTE_EP_EXT_H_",
-        sources: &["abi/ext.rs"],
-        includes: &[],
-        foreign: "",
-        exclude: &[],
+        sources: &["src/ffi/ext.rs", "abi/ext.rs"],
+        includes: &["transformer_engine/ep.h"],
+        foreign: "/** Options of a group, made by nvte_ep_ext_options_create. */\n\
+                  typedef struct NVTEEpExtOptions NVTEEpExtOptions;",
+        exclude: &["NVTEEpExtOptions"],
         bindings: &[],
     },
     Header {

@@ -63,6 +63,23 @@ const _: () = {
     assert!(size_of::<NVTEEpLayerConfig>() == 16 && size_of::<NVTEEpHandle>() == 16);
 };
 
+impl NVTEEpGroupConfig {
+    /// The request that the C argument `group_config` points to.
+    ///
+    /// # Errors
+    /// NULL.
+    ///
+    /// # Safety
+    /// `pointer` is null or points to a configuration.
+    pub unsafe fn read(pointer: *const Self) -> Result<GroupRequest> {
+        if pointer.is_null() {
+            return Err(Error::argument("group_config", "must not be NULL", "NULL"));
+        }
+        // SAFETY: not null, and the caller vouches for it.
+        Ok(unsafe { pointer.read() }.into())
+    }
+}
+
 impl From<NVTEEpGroupConfig> for GroupRequest {
     fn from(config: NVTEEpGroupConfig) -> Self {
         let NVTEEpGroupConfig {

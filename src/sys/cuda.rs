@@ -34,6 +34,8 @@ fn_table! {
         cuEventElapsedTime_v2: fn(*mut f32, b::CUevent, b::CUevent) -> b::CUresult;
         cuMemAlloc_v2: fn(*mut b::CUdeviceptr, usize) -> b::CUresult;
         cuMemFree_v2: fn(b::CUdeviceptr) -> b::CUresult;
+        cuMemGetInfo_v2: fn(*mut usize, *mut usize) -> b::CUresult;
+        cuMemcpyAsync: fn(b::CUdeviceptr, b::CUdeviceptr, usize, b::CUstream) -> b::CUresult;
         cuMemcpyHtoDAsync_v2: fn(b::CUdeviceptr, *const c_void, usize, b::CUstream) -> b::CUresult;
         cuMemcpyDtoHAsync_v2: fn(*mut c_void, b::CUdeviceptr, usize, b::CUstream) -> b::CUresult;
         cuMemsetD8Async: fn(b::CUdeviceptr, c_uchar, usize, b::CUstream) -> b::CUresult;
@@ -51,6 +53,12 @@ impl Stream {
     #[must_use]
     pub fn from_raw(stream: b::CUstream) -> Self {
         Self(stream.expose_provenance())
+    }
+
+    /// Whether it is one of the streams that are always there: the legacy one, by either name, or the thread's.
+    #[must_use]
+    pub const fn is_default(self) -> bool {
+        self.0 <= 2
     }
 
     /// The C handle.
@@ -235,6 +243,29 @@ impl Cuda {
             self.check("cuMemsetD32Async", code)?;
         }
         Ok(())
+    }
+
+    /// Queues a copy of `bytes` bytes; either end may be pinned host memory.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// Both ranges stay valid until the stream has got there.
+    pub unsafe fn copy(&self, to: u64, from: u64, bytes: usize, stream: Stream) -> Result<()> {
+        // SAFETY: the caller vouches for memory and stream.
+        self.check("cuMemcpyAsync", unsafe { (self.cuMemcpyAsync)(to, from, bytes, stream.as_raw()) })
+    }
+
+    /// Free and total bytes of the current device.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn memory_info(&self) -> Result<(usize, usize)> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: both are live.
+        self.check("cuMemGetInfo_v2", unsafe { (self.cuMemGetInfo_v2)(&raw mut free, &raw mut total) })?;
+        Ok((free, total))
     }
 
     /// Reads words back after all that is queued on `stream`; the calling thread waits.

@@ -13,6 +13,7 @@ use nvte_ep_core::ffi::register_layer::{NVTEEpGroupConfig, NVTEEpHandle, NVTEEpL
 use nvte_ep_core::ffi::types::{NVTETensor, cudaStream_t};
 use nvte_ep_core::ffi::view::{Windows, optional, required};
 use nvte_ep_core::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare};
+use nvte_ep_core::options::Options;
 use nvte_ep_core::sys::cuda::Stream;
 use nvte_ep_tensor::OwnTensors;
 use std::ffi::c_void;
@@ -33,7 +34,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_initialize(ep_comm: *mut c_void, group_c
         core::refuse_other_abi()?;
         let comm = Communicator(ep_comm.expose_provenance());
         // SAFETY: the caller vouches for the communicator.
-        unsafe { core::initialize(comm, group_config.into()) }
+        unsafe { core::initialize(comm, group_config.into(), &Options::default()) }
     });
 }
 

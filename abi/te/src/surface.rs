@@ -15,6 +15,7 @@ use nvte_ep_core::ffi::types::{NVTETensor, cudaStream_t};
 use nvte_ep_core::ffi::versioned::read_versioned;
 use nvte_ep_core::ffi::view::{Windows, optional, required};
 use nvte_ep_core::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare};
+use nvte_ep_core::options::Options;
 use nvte_ep_core::sys::cuda::Stream;
 use std::ffi::c_void;
 
@@ -65,10 +66,10 @@ pub unsafe extern "C-unwind" fn nvte_ep_initialize(ep_comm: *mut c_void, group_c
     guard("nvte_ep_initialize", || {
         core::refuse_other_abi()?;
         // SAFETY: the caller vouches for the configuration.
-        let config = unsafe { read_versioned("group_config", group_config) }?;
+        let request = unsafe { NVTEEpGroupConfig::read(group_config) }?;
         let comm = Communicator(ep_comm.expose_provenance());
         // SAFETY: the caller vouches for the communicator.
-        unsafe { core::initialize(comm, config.into()) }
+        unsafe { core::initialize(comm, request, &Options::default()) }
     });
 }
 
