@@ -72,7 +72,7 @@ pub struct DispatchBwd {
 /// Arguments of the gradient of combine.
 #[derive(Debug, Clone, Copy)]
 pub struct CombineBwd {
-    /// `[T, H]`: gradient of `result`.
+    /// `[T, H]`: gradient of `result`; may be MXFP8.
     pub grad: TensorView,
     /// `[C, H]`; receives the gradient of `expert_out`, zeroes in the padding.
     pub grad_expert_out: TensorView,
@@ -256,10 +256,13 @@ impl CombineBwd {
     /// # Errors
     /// The first broken rule.
     pub fn check(mut self, group: &GroupConfig, prepared: Prepared) -> Result<Self> {
-        let width = require_source_rows(&self.grad, group, prepared)?;
-        require_plain(&self.grad_expert_out)?;
+        let width = match self.grad.scales {
+            None => require_source_rows(&self.grad, group, prepared)?,
+            Some(_) => require_mxfp8_source(&self.grad, group, prepared)?,
+        };
         require_recv_rows(&mut self.grad_expert_out, width, group, Side::Written)?;
         self.grad_expert_out.require_dtype_of(&self.grad)?;
+        require_same_scaling(&self.grad, &mut self.grad_expert_out, group)?;
         Ok(self)
     }
 }
@@ -285,7 +288,7 @@ fn require_plain(tensor: &TensorView) -> Result<()> {
     if tensor.scales.is_none() {
         return Ok(());
     }
-    let required = "must be unscaled (NVTE_DELAYED_TENSOR_SCALING); only dispatch moves scaled rows";
+    let required = "must be unscaled (NVTE_DELAYED_TENSOR_SCALING); scaled rows are moved, not summed";
     Err(Error::argument(tensor.name, required, "MXFP8"))
 }
 
@@ -314,6 +317,8 @@ pub(crate) const fn scales_name(tensor: &TensorView) -> &'static str {
     match tensor.name.as_bytes() {
         b"tokens" => "tokens.rowwise_scale_inv",
         b"recv_tokens" => "recv_tokens.rowwise_scale_inv",
+        b"grad" => "grad.rowwise_scale_inv",
+        b"grad_expert_out" => "grad_expert_out.rowwise_scale_inv",
         _ => "rowwise_scale_inv",
     }
 }
@@ -354,10 +359,11 @@ fn require_same_scaling(tokens: &TensorView, recv: &mut TensorView, group: &Grou
         if tokens.scales.is_none() {
             return Ok(());
         }
-        return Err(Error::argument(recv.name, "must be MXFP8 (NVTE_MXFP8_1D_SCALING), as tokens is", "unscaled"));
+        let required = format!("must be MXFP8 (NVTE_MXFP8_1D_SCALING), as {} is", tokens.name);
+        return Err(Error::argument(recv.name, required, "unscaled"));
     };
     if tokens.scales.is_none() {
-        return Err(Error::argument(recv.name, "must be unscaled, as tokens is", "MXFP8"));
+        return Err(Error::argument(recv.name, format!("must be unscaled, as {} is", tokens.name), "MXFP8"));
     }
     let (rows, width) = recv.matrix("[recv_T, hidden_dim]")?;
     let (scale_rows, _) = scales.matrix("[recv_T, hidden_dim / 32]")?;
@@ -369,7 +375,7 @@ fn require_same_scaling(tokens: &TensorView, recv: &mut TensorView, group: &Grou
     require_scales(&scales, rows, width)?;
     if recv.window.is_some() != scales.window.is_some() {
         let found = if scales.window.is_some() { "one" } else { "NULL" };
-        return Err(scale_window(&scales, "must have its window exactly if recv_tokens has one", found, group));
+        return Err(scale_window(&scales, "must be a window exactly if the rows have one", found, group));
     }
     if group.transfer == Transfer::ZeroCopy && scales.window.is_none() {
         return Err(scale_window(&scales, "must be a window, since the group is zero-copy", "NULL", group));
@@ -385,7 +391,7 @@ fn scale_window(scales: &TensorView, required: &str, found: &str, group: &GroupC
     if group.dialect == Dialect::REGISTER_LAYER {
         // Its window structure has no place for the scales' window, which is looked up by their address.
         let required = "must lie in memory of nvte_ep_ext_symm_alloc or nvte_ep_ext_window_register exactly if \
-                        recv_tokens has a window";
+                        the rows have a window";
         return Error::argument(scales.name, required, format!("address {:#x}", scales.data));
     }
     Error::argument(scales.window_field("window"), required, found)
@@ -746,7 +752,7 @@ mod tests {
                 ),
                 (
                     |c| c.expert_out = mxfp8("expert_out", &[512, 512], &[512, 16]),
-                    "expert_out must be unscaled (NVTE_DELAYED_TENSOR_SCALING); only dispatch moves scaled rows, got MXFP8",
+                    "expert_out must be unscaled (NVTE_DELAYED_TENSOR_SCALING); scaled rows are moved, not summed, got MXFP8",
                 ),
                 (|c| c.result.data = 8, "result must start at a multiple of 16 bytes"),
             ],
@@ -784,6 +790,14 @@ mod tests {
                 (
                     |c| c.grad = view("grad", DType::BFloat16, &[11, 512]),
                     "grad must have as many rows as the prepared topk_idx, 10, got [11, 512]",
+                ),
+                (
+                    |c| c.grad_expert_out = mxfp8("grad_expert_out", &[512, 512], &[512, 16]),
+                    "grad_expert_out must have the dtype of grad, bfloat16, got float8_e4m3",
+                ),
+                (
+                    |c| c.grad = mxfp8("grad", &[10, 544], &[10, 17]),
+                    "grad must have a row width that is a multiple of 512 in MXFP8, got 544 elements, so rows of 17 scales",
                 ),
                 (
                     |c| c.grad_expert_out.dtype = DType::Float32,

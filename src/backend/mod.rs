@@ -285,7 +285,7 @@ impl EpGroup {
         let layer = backend.claimed_layer(handle, claim)?;
         let prepared = call.check(&backend.config, &layer.config)?;
         // SAFETY: passed on.
-        unsafe { backend.prepare(handle, &layer, call, prepared, stream) }
+        unsafe { backend.prepare(handle, &layer, call, prepared, stream) }.map_err(|error| backend.explain(error))
     }
 
     /// [`EpGroup::prepare`] and [`EpGroup::dispatch`], both checked before either is queued.
@@ -312,7 +312,8 @@ impl EpGroup {
         let mut dispatch = backend.find_scales(*dispatch).check(&backend.config, &layer.config, prepared)?;
         backend.settle_windows(&mut dispatch)?;
         // SAFETY: passed on.
-        unsafe { backend.prepare(handle, &layer, prepare, prepared, stream) }?;
+        unsafe { backend.prepare(handle, &layer, prepare, prepared, stream) }
+            .map_err(|error| backend.explain(error))?;
         let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
         // SAFETY: passed on.
         unsafe { group.dispatch(&entry.handle, &dispatch, stream) }
@@ -338,7 +339,7 @@ impl EpGroup {
         let mut call = check(backend, &layer.config, prepared)?;
         backend.settle_windows(&mut call)?;
         let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
-        run(group, &entry.handle, call)
+        run(group, &entry.handle, call).map_err(|error| backend.explain(error))
     }
 
     /// Sends each token's row to the ranks of its experts.
@@ -402,7 +403,7 @@ impl EpGroup {
             unsafe { group.combine_bwd(handle, &call, stream) }
         };
         // SAFETY: passed on.
-        unsafe { self.replay(handle, stream, |b, _, p| call.check(&b.config, p), run) }
+        unsafe { self.replay(handle, stream, |b, _, p| b.find_scales(*call).check(&b.config, p), run) }
     }
 }
 
@@ -751,9 +752,13 @@ impl Backend {
     /// An error of queued work, with the reason that this group may have given for it.
     fn explain(&self, error: Error) -> Error {
         let fatal = [b::CUDA_ERROR_LAUNCH_FAILED, b::CUDA_ERROR_ASSERT, b::CUDA_ERROR_ILLEGAL_INSTRUCTION];
+        let is_fatal = |call: &str, code: i64| match call.starts_with("cu") {
+            true => fatal.iter().any(|fatal| i64::from(*fatal) == code),
+            false => code == i64::from(b::ncclUnhandledCudaError),
+        };
         match (&error, self.config.recv_capacity, self.config.overflow) {
             (Error::Library { call, code, text }, RecvCapacity::Fixed(rows), Overflow::Trap)
-                if call.starts_with("cu") && fatal.iter().any(|fatal| i64::from(*fatal) == *code) =>
+                if is_fatal(call, *code) =>
             {
                 let text = format!(
                     "{text}; a step that needs more rows than max_recv_tokens_per_rank, {rows}, ends this way (raise it, or \
@@ -765,12 +770,15 @@ impl Backend {
         }
     }
 
-    /// In the ABI whose windows have no place for scales: those of received rows that lie in a window are looked up by
-    /// their address.
-    fn find_scales(&self, mut call: Dispatch) -> Dispatch {
-        let recv = &mut call.recv_tokens;
-        if let (Dialect::REGISTER_LAYER, Some(_), Some(scales)) = (self.config.dialect, recv.window, &mut recv.scales) {
-            scales.window = self.symm.place_of(scales.data).map(|place| place.window);
+    /// In the ABI whose windows have no place for scales, those of rows that lie in a window are looked up by their
+    /// address.
+    fn find_scales<C: Payloads>(&self, mut call: C) -> C {
+        for rows in call.payloads().into_iter().flatten() {
+            if let (Dialect::REGISTER_LAYER, Some(_), Some(scales)) =
+                (self.config.dialect, rows.window, &mut rows.scales)
+            {
+                scales.window = self.symm.place_of(scales.data).map(|place| place.window);
+            }
         }
         call
     }
