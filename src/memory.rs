@@ -86,3 +86,90 @@ pub fn handle_bytes(config: &GroupConfig, top_k: u32, sm_count: u32) -> u64 {
     };
     common.into_iter().chain(own).map(part).sum()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::tests::REQUEST;
+    use crate::config::{GroupRequest, LayerConfig};
+    use std::fmt::Write;
+
+    #[test]
+    fn worked_example() {
+        // Rows out and in: 2 * 4 * 64 * 1024; weights out and in: 2 * 512 * 16 * 4; scales: 512 * 1024.
+        let staged = GroupMemory::of(&GroupConfig::try_from(REQUEST).unwrap());
+        assert_eq!(staged.staging, (524_288u64 + 65_536 + 524_288).next_multiple_of(PIECE));
+        assert_eq!((staged.routing_map, staged.workspace), (4 * 64 * 2, 32 << 20));
+        let large = GroupRequest { max_tokens_per_rank: 4096, max_recv_tokens_per_rank: 131_072, ..REQUEST };
+        let zero_copy = GroupConfig::try_from(GroupRequest { zero_copy: 1, ..large }).unwrap();
+        let staged = GroupConfig::try_from(large).unwrap();
+        let rows = 4 * 4096 * 1024;
+        assert_eq!(GroupMemory::of(&staged).staging - GroupMemory::of(&zero_copy).staging, 2 * rows);
+    }
+
+    /// The sizes that NCCL EP reports, as the host runtime has them too.
+    #[test]
+    fn handle_memory() {
+        let config = GroupConfig::try_from(REQUEST).unwrap();
+        assert_eq!(handle_bytes(&config, 2, 132), 24_832);
+        let config = GroupConfig::try_from(GroupRequest { zero_copy: 1, ..REQUEST }).unwrap();
+        let parts = [256, 2048, 256, 512, 2048, 4352, 4096, 1024, 256, 256, 2048, 256];
+        assert_eq!(handle_bytes(&config, 2, 132), parts.iter().sum());
+    }
+
+    /// Experts, experts per token, hidden size; ranks, tokens of each.
+    const MODELS: [(i32, i32, i32, i32, i32); 12] = [
+        (64, 6, 2048, 8, 4096),
+        (64, 6, 2048, 8, 16384),
+        (128, 8, 4096, 8, 4096),
+        (128, 8, 4096, 16, 8192),
+        (256, 8, 7168, 8, 4096),
+        (256, 8, 7168, 16, 8192),
+        (256, 8, 7168, 32, 4096),
+        (256, 8, 7168, 64, 4096),
+        (256, 8, 7168, 64, 16384),
+        (512, 10, 2048, 16, 8192),
+        (512, 10, 2048, 64, 4096),
+        (512, 10, 2048, 64, 16384),
+    ];
+
+    fn gib(bytes: u64) -> String {
+        format!("{:.2}", bytes as f64 / (1u64 << 30) as f64)
+    }
+
+    fn row((experts, top_k, hidden, ranks, tokens): (i32, i32, i32, i32, i32)) -> String {
+        let request = |zero_copy, rows| GroupRequest {
+            ep_size: ranks,
+            num_experts: experts,
+            hidden_dim: hidden,
+            max_tokens_per_rank: tokens,
+            max_recv_tokens_per_rank: rows,
+            zero_copy,
+            ..REQUEST
+        };
+        let cells = |zero_copy, rows: i32| {
+            let config = GroupConfig::try_from(request(zero_copy, rows)).ok()?;
+            let layer = LayerConfig::parse("layer_config", top_k, 0).ok()?;
+            layer.check_against(&config).ok()?;
+            let handle = handle_bytes(&config, top_k as u32, 132) >> 20;
+            Some((gib(GroupMemory::of(&config).total()), format!("{handle}")))
+        };
+        // Twice what a balanced routing brings a rank, and what any routing can bring it.
+        let (twice, any) = (2 * tokens * top_k, ranks * tokens * top_k.min(experts / ranks));
+        let mut text = format!("| {experts} | {top_k} | {hidden} | {ranks} | {tokens} |");
+        for rows in [twice, any] {
+            for zero_copy in [0, 1] {
+                let (group, handle) = cells(zero_copy, rows).unwrap_or(("-".into(), "-".into()));
+                write!(text, " {group} | {handle} |").unwrap();
+            }
+        }
+        text
+    }
+
+    #[test]
+    fn the_documents_table() {
+        let document = include_str!("../docs/memory.md");
+        let rows: Vec<String> = MODELS.into_iter().map(row).collect();
+        assert!(document.contains(&rows.join("\n")), "docs/memory.md should have these rows:\n{}", rows.join("\n"));
+    }
+}
