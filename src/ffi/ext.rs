@@ -78,6 +78,33 @@ const _: () = {
     assert!(size_of::<NVTEEpExtMemoryUsage>() == 112);
 };
 
+impl Default for NVTEEpExtRecvTotals {
+    fn default() -> Self {
+        Self { struct_size: size_of::<Self>(), needed: 0, received: 0, dropped: 0 }
+    }
+}
+
+impl Default for NVTEEpExtMemoryUsage {
+    fn default() -> Self {
+        Self {
+            struct_size: size_of::<Self>(),
+            staging: 0,
+            routing_map: 0,
+            workspace: 0,
+            library: 0,
+            symm_reserved: 0,
+            total: 0,
+            handle_memory: 0,
+            handles: 0,
+            symm_in_use: 0,
+            symm_peak: 0,
+            symm_allocations: 0,
+            symm_segments: 0,
+            registered: 0,
+        }
+    }
+}
+
 impl From<RecvTotals> for NVTEEpExtRecvTotals {
     fn from(totals: RecvTotals) -> Self {
         let RecvTotals { needed, received, dropped } = totals;
