@@ -59,8 +59,10 @@ pub unsafe extern "C-unwind" fn nvte_ep_ext_options_set(
 ) {
     guard("nvte_ep_ext_options_set", || {
         core::refuse_other_abi()?;
-        // SAFETY: the caller vouches for both.
-        let (key, value) = unsafe { (ext::text("key", key)?, ext::text("value", value)?) };
+        // SAFETY: the caller vouches for it.
+        let key = unsafe { ext::text("key", key) }?;
+        // SAFETY: the caller vouches for it.
+        let value = unsafe { ext::text("value", value) }?;
         ext::options_set(options, &key, &value)
     });
 }

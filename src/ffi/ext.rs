@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::options::Options;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
-use std::ffi::{CStr, c_char};
+use std::ffi::{CStr, CString, c_char};
 
 /// Options of a group, made by nvte_ep_ext_options_create.
 #[repr(C)]
@@ -212,10 +212,10 @@ pub unsafe fn put_text(argument: &'static str, out: *mut c_char, bytes: usize, t
         let found = if out.is_null() { "NULL".to_owned() } else { bytes.to_string() };
         return Err(Error::argument(argument, required, found));
     }
+    let text = CString::new(text).map_err(|_| Error::Internal("a value with a NUL in it".into()))?;
+    let text = text.as_bytes_with_nul();
     // SAFETY: the caller's array has room for the text and its end.
     unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), out.cast(), text.len()) };
-    // SAFETY: as above.
-    unsafe { out.add(text.len()).write(0) };
     Ok(())
 }
 

@@ -57,10 +57,11 @@ pub unsafe fn write_versioned<T: Versioned>(argument: &str, pointer: *mut T, val
         return Err(Error::argument(format!("{argument}->struct_size"), required, size)
             .with_remedy("set it to the structure's sizeof before the call"));
     }
-    let (from, skipped) = ((&raw const value).cast::<u8>(), size_of::<usize>());
-    let bytes = size.min(size_of::<T>()) - skipped;
+    let bytes = size.min(size_of::<T>());
     // SAFETY: the caller vouches for `size` writable bytes, and `value` has as many as are copied.
-    unsafe { std::ptr::copy_nonoverlapping(from.add(skipped), pointer.cast::<u8>().add(skipped), bytes) };
+    unsafe { std::ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), pointer.cast::<u8>(), bytes) };
+    // SAFETY: not null, and the size is the first field.
+    unsafe { pointer.cast::<usize>().write_unaligned(size) };
     Ok(())
 }
 

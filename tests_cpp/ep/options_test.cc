@@ -1,5 +1,7 @@
 // Options: named, with text values, and what they do to a group.
 
+#include "support/options.h"
+
 #include <gtest/gtest.h>
 #include <nvte_ep_ext.h>
 
@@ -10,7 +12,6 @@
 #include "ep/routings.h"
 #include "support/ep.h"
 #include "support/expect_error.h"
-#include "support/options.h"
 
 namespace test {
 namespace {
@@ -19,10 +20,17 @@ using Pairs = Options::Pairs;
 
 TEST(OptionsObject, ValuesAreReadBack) {
   Options options;
-  const Pairs pairs = {{"overflow", "drop"},      {"eager", "on"},         {"num_topk", "8"},
-                       {"dispatch_sms", "24"},    {"combine_sms", "24"},   {"preprocess_sms", "16"},
-                       {"timeout_ms", "1500"},    {"backend", "nccl_ep"},  {"shutdown_timeout_ms", "0"},
-                       {"deterministic", "off"},  {"symm_segment_bytes", "4096"}};
+  const Pairs pairs = {{"overflow", "drop"},
+                       {"eager", "on"},
+                       {"num_topk", "8"},
+                       {"dispatch_sms", "24"},
+                       {"combine_sms", "24"},
+                       {"preprocess_sms", "16"},
+                       {"timeout_ms", "1500"},
+                       {"backend", "nccl_ep"},
+                       {"shutdown_timeout_ms", "0"},
+                       {"deterministic", "off"},
+                       {"symm_segment_bytes", "4096"}};
   for (const auto& [key, value] : pairs) {
     EXPECT_EQ(options.Get(key), std::string(key) == "backend"              ? "nccl_ep"
                                 : std::string(key) == "symm_segment_bytes" ? "67108864"
@@ -45,9 +53,8 @@ TEST(OptionsObject, UnknownKeysAndValuesAreRefusedWithTheValidOnes) {
   EXPECT_TRUE(Throws("nvte_ep_ext_options_set", {"value", "NULL"}, [&] { options.Set("overflow", nullptr); }));
   EXPECT_TRUE(Throws("nvte_ep_ext_options_get", {"key", "\"\""}, [&] { options.Get(""); }));
   char value[4];
-  EXPECT_TRUE(Throws("nvte_ep_ext_options_get", {"value", "at least 8 bytes", "got 4"}, [&] {
-    nvte_ep_ext_options_get(options.raw(), "overflow", value, sizeof value);
-  }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_options_get", {"value", "at least 8 bytes", "got 4"},
+                     [&] { nvte_ep_ext_options_get(options.raw(), "overflow", value, sizeof value); }));
   EXPECT_EQ(options.Get("overflow"), "default");
 }
 
@@ -62,12 +69,11 @@ TEST(OptionsObject, DeadObjects) {
   EXPECT_TRUE(Throws("nvte_ep_ext_options_get", parts,
                      [&] { nvte_ep_ext_options_get(dead, "overflow", value, sizeof value); }));
   const NVTEEpGroupConfig config = GroupShape().Config();
-  EXPECT_TRUE(Throws("nvte_ep_ext_initialize", parts,
-                     [&] { nvte_ep_ext_initialize(World::Get().comm(), &config, dead); }));
+  EXPECT_TRUE(
+      Throws("nvte_ep_ext_initialize", parts, [&] { nvte_ep_ext_initialize(World::Get().comm(), &config, dead); }));
   int foreign = 0;
-  EXPECT_TRUE(Throws("nvte_ep_ext_options_destroy", parts, [&] {
-    nvte_ep_ext_options_destroy(reinterpret_cast<NVTEEpExtOptions*>(&foreign));
-  }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_options_destroy", parts,
+                     [&] { nvte_ep_ext_options_destroy(reinterpret_cast<NVTEEpExtOptions*>(&foreign)); }));
   nvte_ep_ext_options_destroy(nullptr);
 }
 
@@ -86,14 +92,13 @@ class GroupOptions : public GroupConfigTest {
 TEST_F(GroupOptions, NoneAreTheDefaults) {
   NVTEEpGroupConfig config = GroupShape().Config();
   nvte_ep_ext_initialize(World::Get().comm(), &config, nullptr);
-  EXPECT_TRUE(Throws("nvte_ep_ext_initialize", {"nvte_ep_shutdown"}, [&] {
-    nvte_ep_ext_initialize(World::Get().comm(), &config, nullptr);
-  }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_initialize", {"nvte_ep_shutdown"},
+                     [&] { nvte_ep_ext_initialize(World::Get().comm(), &config, nullptr); }));
   nvte_ep_shutdown();
   EXPECT_TRUE(Throws("nvte_ep_ext_initialize", {"group_config", "NULL"},
                      [] { nvte_ep_ext_initialize(World::Get().comm(), nullptr, nullptr); }));
-  EXPECT_TRUE(
-      Throws("nvte_ep_ext_initialize", {"ep_comm", "NULL"}, [&] { nvte_ep_ext_initialize(nullptr, &config, nullptr); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_initialize", {"ep_comm", "NULL"},
+                     [&] { nvte_ep_ext_initialize(nullptr, &config, nullptr); }));
 }
 
 TEST_F(GroupOptions, EagerModeNeedsItsFields) {
@@ -117,7 +122,8 @@ TEST_F(GroupOptions, MultiprocessorCounts) {
   Refuses(GroupShape(), {{"dispatch_sms", "1000"}, {"combine_sms", "1000"}}, {"option dispatch_sms", "got 1000"});
   Refuses(GroupShape(), {{"preprocess_sms", "1000"}}, {"option preprocess_sms", "got 1000"});
   // The NCCL EP of these tests has one number for both.
-  Refuses(GroupShape(), {{"dispatch_sms", "8"}, {"combine_sms", "4"}}, {"option dispatch_sms", "combine_sms, 4", "got 8"});
+  Refuses(GroupShape(), {{"dispatch_sms", "8"}, {"combine_sms", "4"}},
+          {"option dispatch_sms", "combine_sms, 4", "got 8"});
   Group group(GroupShape().Config(), Options{{"dispatch_sms", "8"}, {"combine_sms", "8"}, {"preprocess_sms", "4"}});
   Layer layer(2, 1);
   Step<float>(group, layer, RandomRouting(UnevenRows(20), 2, Experts(group), 8300), 8300).ForwardAndBackward();

@@ -23,7 +23,7 @@ inline std::uint8_t ByteOf(std::uint64_t seed, std::uint64_t what, int rank, int
 }
 
 inline Tensor Mxfp8(std::uint8_t* data, NVTEDType dtype, const std::vector<std::size_t>& shape, std::uint8_t* scales,
-             NVTEDType scale_dtype, const std::vector<std::size_t>& scale_shape) {
+                    NVTEDType scale_dtype, const std::vector<std::size_t>& scale_shape) {
   return Tensor::Scaled(MakeBasicTensor(data, dtype, shape), MakeBasicTensor(scales, scale_dtype, scale_shape));
 }
 

@@ -1,5 +1,7 @@
-// Symmetric memory for callers: the pool, registration of other memory, and what is refused. The library's memory report
-// beside it.
+// Symmetric memory for callers: the pool, registration of other memory, and what is refused. The library's memory
+// report beside it.
+
+#include "support/symm.h"
 
 #include <gtest/gtest.h>
 #include <nvte_ep_ext.h>
@@ -15,7 +17,6 @@
 #include "support/expect_error.h"
 #include "support/host_stats.h"
 #include "support/options.h"
-#include "support/symm.h"
 
 namespace test {
 namespace {
@@ -148,8 +149,7 @@ TEST(Symm, EndsWithTheGroup) {
 TEST(Symm, RanksThatDiffer) {
   SmallSegments group;
   const int rank = World::Get().rank();
-  EXPECT_TRUE(Throws("nvte_ep_ext_symm_alloc",
-                     {"all ranks must pass the same bytes: rank 1 has 8192, rank 0 has 4096"},
+  EXPECT_TRUE(Throws("nvte_ep_ext_symm_alloc", {"all ranks must pass the same bytes: rank 1 has 8192, rank 0 has 4096"},
                      [&] { Alloc(rank == 1 ? 8192 : 4096); }));
   EXPECT_TRUE(Throws("nvte_ep_ext_symm_alloc", {"rank 1 cannot take part", "bytes", "got 0"},
                      [&] { Alloc(rank == 1 ? 0 : 4096); }));
@@ -160,8 +160,8 @@ TEST(Symm, RanksThatDiffer) {
   }
   void* const shared = Alloc(4096);
   if (rank == 0) nvte_ep_ext_symm_free(shared);
-  EXPECT_TRUE(Throws("nvte_ep_ext_symm_alloc", {"nvte_ep_ext_symm_free", "same order", "rank 1 has"},
-                     [] { Alloc(4096); }));
+  EXPECT_TRUE(
+      Throws("nvte_ep_ext_symm_alloc", {"nvte_ep_ext_symm_free", "same order", "rank 1 has"}, [] { Alloc(4096); }));
   if (rank != 0) nvte_ep_ext_symm_free(shared);
   nvte_ep_ext_symm_free(Alloc(4096));
 }
@@ -271,8 +271,8 @@ TEST(MemoryUsage, OfAGroupAndItsLayers) {
 TEST(MemoryUsage, StructureSizes) {
   Group group{GroupShape()};
   NVTEEpExtMemoryUsage usage = {};
-  EXPECT_TRUE(Throws("nvte_ep_ext_memory_usage", {"usage->struct_size", "got 0"},
-                     [&] { nvte_ep_ext_memory_usage(&usage); }));
+  EXPECT_TRUE(
+      Throws("nvte_ep_ext_memory_usage", {"usage->struct_size", "got 0"}, [&] { nvte_ep_ext_memory_usage(&usage); }));
   EXPECT_TRUE(Throws("nvte_ep_ext_memory_usage", {"usage", "NULL"}, [] { nvte_ep_ext_memory_usage(nullptr); }));
   struct {
     NVTEEpExtMemoryUsage known;
@@ -305,9 +305,8 @@ TEST(RecvTotals, MemoryWithoutARouting) {
   Step<float> step(group, layer, RoundRobin(EvenRows(9), 2, Experts(group)), 8200);
   step.Prepare();
   step.CheckCounts();
-  EXPECT_TRUE(Throws("nvte_ep_ext_recv_totals", {"totals", "NULL"}, [&] {
-    nvte_ep_ext_recv_totals(HandleMemory(layer.handle()), nullptr, stream);
-  }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_recv_totals", {"totals", "NULL"},
+                     [&] { nvte_ep_ext_recv_totals(HandleMemory(layer.handle()), nullptr, stream); }));
   cudaGraph_t graph = nullptr;
   TEST_CUDA(BeginCapture(cudaStreamBeginCapture, stream));
   EXPECT_TRUE(Throws("nvte_ep_ext_recv_totals", {"captures a graph"},
