@@ -13,11 +13,11 @@ use crate::error::{Error, Result};
 use crate::handle_cache::{Entry, HandleCache, HandleKey, Lookup};
 use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare, Prepared};
 use crate::preflight::{self, Place};
-use crate::stamp::{STAMP_BYTES, Stamp};
+use crate::stamp::{STAMP_BYTES, Stamp, TOTAL_OFFSET};
 use crate::sys::cuda::Stream;
 use crate::sys::nccl::CommFacts;
 use crate::sys::{self, Base, NcclEpLibrary};
-use crate::tensor::TensorView;
+use crate::tensor::{Shape, TensorView};
 use agreement::{Meeting, Statement};
 use nvte_ep_bindings as b;
 use parking_lot::{Mutex, MutexGuard};
@@ -241,7 +241,8 @@ impl EpGroup {
         unsafe { backend.prepare(handle, &layer, call, prepared, stream) }
     }
 
-    /// [`EpGroup::prepare`] and [`EpGroup::dispatch`], both checked before either is queued.
+    /// [`EpGroup::prepare`] and [`EpGroup::dispatch`], both checked before either is queued (in eager mode all but the
+    /// rows of the receive side, which the step itself tells).
     ///
     /// # Errors
     /// As theirs.
@@ -259,13 +260,19 @@ impl EpGroup {
         let mut locked = self.lock()?;
         let backend = locked.backend();
         let layer = backend.claimed_layer(handle, claim)?;
-        let prepared = prepare.check(&backend.config, &layer.config)?;
-        let dispatch = dispatch.check(&backend.config, &layer.config, prepared)?;
+        let mut prepared = prepare.check(&backend.config, &layer.config)?;
+        let mut call = dispatch.check(&backend.config, &layer.config, prepared)?;
         // SAFETY: passed on.
         unsafe { backend.prepare(handle, &layer, prepare, prepared, stream) }?;
+        if backend.config.recv_capacity == RecvCapacity::Eager {
+            // Only now is the total known that the receive side has to hold.
+            // SAFETY: passed on.
+            prepared = unsafe { backend.with_total(handle, prepared, stream) }?;
+            call = dispatch.check(&backend.config, &layer.config, prepared)?;
+        }
         let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
         // SAFETY: passed on.
-        unsafe { group.dispatch(&entry.handle, &dispatch, stream) }
+        unsafe { group.dispatch(&entry.handle, &call, stream) }
     }
 
     /// One operation over a prepared layer: its rules, then its handle, then the call.
@@ -282,7 +289,11 @@ impl EpGroup {
         let mut locked = self.lock()?;
         let backend = locked.backend();
         // SAFETY: passed on.
-        let (layer, prepared) = unsafe { backend.prepared_layer(handle, stream) }?;
+        let (layer, mut prepared) = unsafe { backend.prepared_layer(handle, stream) }?;
+        if backend.config.recv_capacity == RecvCapacity::Eager {
+            // SAFETY: passed on.
+            prepared = unsafe { backend.with_total(handle, prepared, stream) }?;
+        }
         let call = check(&backend.config, &layer.config, prepared)?;
         let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
         run(group, &entry.handle, call)
@@ -581,6 +592,45 @@ impl Backend {
         Ok(Stamp(unsafe { self.base.cuda.read_words(address, stream) }?))
     }
 
+    /// What the last prepare of `handle` left, with the step's total, which is read back once a prepare: the calling
+    /// thread waits for the stream.
+    ///
+    /// # Safety
+    /// As [`Backend::prepared_layer`].
+    unsafe fn with_total(&mut self, handle: &HandleRef, prepared: Prepared, stream: Stream) -> Result<Prepared> {
+        // SAFETY: passed on.
+        unsafe { self.require_no_capture(stream) }?;
+        if prepared.recv_total.is_some() {
+            return Ok(prepared);
+        }
+        // SAFETY: passed on; the stream does not capture.
+        let [low, high] = unsafe { self.base.cuda.read_words(handle.mem.data + TOTAL_OFFSET as u64, stream) }?;
+        let prepared = Prepared { recv_total: Some(u64::from(high) << 32 | u64::from(low)), ..prepared };
+        if let Some(entry) = self.handles.get_mut(handle.key)
+            && entry.memory == handle.mem.data
+            && entry.prepared.is_some()
+        {
+            entry.prepared = Some(prepared);
+        }
+        Ok(prepared)
+    }
+
+    /// Eager mode has the host read each step's total, which a graph cannot.
+    ///
+    /// # Safety
+    /// `stream` is a stream of the group's device.
+    unsafe fn require_no_capture(&self, stream: Stream) -> Result<()> {
+        // SAFETY: passed on.
+        if unsafe { self.base.cuda.is_capturing(stream) }? {
+            return Err(Error::State(
+                "the stream captures a graph, and in eager mode the host reads every step's total: initialize with \
+                 max_recv_tokens_per_rank > 0 to capture"
+                    .into(),
+            ));
+        }
+        Ok(())
+    }
+
     /// Exchanges the routing, once `prepared` came out of its checks.
     ///
     /// # Safety
@@ -593,11 +643,23 @@ impl Backend {
         prepared: Prepared,
         stream: Stream,
     ) -> Result<()> {
+        if self.config.recv_capacity == RecvCapacity::Eager {
+            // SAFETY: passed on.
+            unsafe { self.require_no_capture(stream) }?;
+        }
         self.handle(handle, layer, None)?;
         // A failed exchange leaves no routing that could be replayed.
         let entry = self.handles.start_prepare(handle.key).expect("built just now");
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { self.group.update(&entry.handle, call, stream) }?;
+        unsafe {
+            // Of the total's two words the kernels write as many as its dtype has.
+            let total = total_of(&handle.mem, call);
+            self.base.cuda.write_words(total.data, &[0; 2], stream)?;
+            self.group.update(&entry.handle, call, &total, stream)?;
+            if let Some(wanted) = &call.total {
+                self.base.cuda.copy(wanted.data, total.data, wanted.dtype.bytes(1), stream)?;
+            }
+        }
         let Stamp(words) = Stamp::new(&layer.config, prepared, self.epoch);
         // SAFETY: the handle memory starts with room for the stamp.
         unsafe { self.base.cuda.write_words(handle.mem.data, &words, stream) }?;
@@ -674,6 +736,14 @@ impl Backend {
         tracing::info!(target: "nvte_ep", device, "EP group destroyed");
         failures
     }
+}
+
+/// The total in the stamp of a handle memory, in the data type of the counts that prepare writes.
+fn total_of(mem: &TensorView, call: &Prepare) -> TensorView {
+    let dtype = call.total.or(call.token_counts).map_or(DType::Int64, |counts| counts.dtype);
+    let shape = Shape::new(&[1]).expect("one dimension");
+    let data = mem.data + TOTAL_OFFSET as u64;
+    TensorView { name: "total", dtype, shape, data, window: None, scales: None }
 }
 
 /// A call that needs a routing over memory that holds none of this layer.
