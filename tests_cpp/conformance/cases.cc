@@ -33,8 +33,8 @@ class Dice {
 };
 
 constexpr Kernels kKernels[] = {
-    {512, DType::kBFloat16, 2, 4},  {512, DType::kBFloat16, 8, 4},     {128, DType::kFloat32, 4, 4},
-    {256, DType::kFloat16, 4, 4},   {256, DType::kBFloat16, 1, 196},   {384, DType::kFloat32, 3, 4},
+    {512, DType::kBFloat16, 2, 4},   {512, DType::kBFloat16, 8, 4},   {128, DType::kFloat32, 4, 4},
+    {256, DType::kFloat16, 4, 4},    {256, DType::kBFloat16, 1, 196}, {384, DType::kFloat32, 3, 4},
     {1024, DType::kBFloat16, 6, 68}, {128, DType::kFloat16, 2, 4},
 };
 
@@ -54,7 +54,9 @@ constexpr Plan kPlans[] = {
     {2, Mode::kFixed, true},  {0, Mode::kDrop, true},   {2, Mode::kDrop, true},   {0, Mode::kEager, true},
 };
 
-std::size_t RoundUp(std::size_t value, std::size_t unit) { return unit <= 1 ? value : (value + unit - 1) / unit * unit; }
+std::size_t RoundUp(std::size_t value, std::size_t unit) {
+  return unit <= 1 ? value : (value + unit - 1) / unit * unit;
+}
 
 Group DrawGroup(Dice& dice, const Plan& plan, int ranks, int number) {
   Group group = {};
@@ -150,9 +152,7 @@ Case DrawCase(Dice& dice, const Group& group, int number, bool first) {
   return one;
 }
 
-const char* NameOf(DType dtype) {
-  return dtype == DType::kFloat32 ? "f32" : dtype == DType::kFloat16 ? "f16" : "bf16";
-}
+const char* NameOf(DType dtype) { return dtype == DType::kFloat32 ? "f32" : dtype == DType::kFloat16 ? "f16" : "bf16"; }
 
 const char* NameOf(HandleFrom handle) {
   switch (handle) {

@@ -1,6 +1,6 @@
-// NCCL EP's own C API, without us: one table of cases, forward and backward, in the high-throughput mode. Compiled with the
-// real CUDA, NCCL and NCCL EP headers, the same binary runs on a GPU and on the host runtime, and what it prints must be
-// the same, byte for byte.
+// NCCL EP's own C API, without us: one table of cases, forward and backward, in the high-throughput mode. Compiled with
+// the real CUDA, NCCL and NCCL EP headers, the same binary runs on a GPU and on the host runtime, and what it prints
+// must be the same, byte for byte.
 //
 //   mpirun -n 2 nccl_ep_conformance [--expect FILE] [--groups FIRST:LAST] [--sms N]
 //   nccl_ep_conformance --list RANKS
@@ -111,9 +111,9 @@ enum Field {
   kWeightGrad,
   kFields
 };
-constexpr const char* kFieldNames[kFields] = {
-    "counts", "offsets", "total",     "tokens",         "scales",     "weights",
-    "rest",   "result",  "slot_grad", "slot_grad_rest", "token_grad", "weight_grad"};
+constexpr const char* kFieldNames[kFields] = {"counts",    "offsets",        "total",      "tokens",
+                                              "scales",    "weights",        "rest",       "result",
+                                              "slot_grad", "slot_grad_rest", "token_grad", "weight_grad"};
 
 // One output of a case on this rank: what came, and what should have come.
 struct Output {
@@ -455,13 +455,14 @@ class GroupRun {
     if (one.handle != HandleFrom::kLast || handle_ == nullptr) {
       DropHandle();
       if (one.handle == HandleFrom::kCreate) {
-        TEST_NCCL(ncclEpCreateHandle(&handle_, ep_, NCCL_EP_LAYOUT_EXPERT_MAJOR, indices.get(), &info, &config, Stream()));
+        TEST_NCCL(
+            ncclEpCreateHandle(&handle_, ep_, NCCL_EP_LAYOUT_EXPERT_MAJOR, indices.get(), &info, &config, Stream()));
       } else {
         handle_memory_->Clear();
         Descriptor memory;
         if (one.handle != HandleFrom::kInitLibrary) memory = Descriptor(*handle_memory_, ncclUint8, {handle_bytes_});
-        TEST_NCCL(ncclEpInitHandle(&handle_, ep_, NCCL_EP_LAYOUT_EXPERT_MAJOR, &config, group_.kernels.top_k,
-                                   memory.get()));
+        TEST_NCCL(
+            ncclEpInitHandle(&handle_, ep_, NCCL_EP_LAYOUT_EXPERT_MAJOR, &config, group_.kernels.top_k, memory.get()));
       }
     }
     if (one.handle != HandleFrom::kCreate) {
@@ -638,15 +639,16 @@ class GroupRun {
 bool Same(const Case& one, const Output& output) {
   if (output.got == output.expected) return true;
   const std::size_t end = std::min(output.got.size(), output.expected.size());
-  const auto differ = std::mismatch(output.got.begin(), output.got.begin() + static_cast<std::ptrdiff_t>(end),
-                                    output.expected.begin());
+  const auto differ =
+      std::mismatch(output.got.begin(), output.got.begin() + static_cast<std::ptrdiff_t>(end), output.expected.begin());
   const std::size_t at = differ.first - output.got.begin();
   std::size_t wrong = 0;
   for (std::size_t i = 0; i < end; ++i) wrong += output.got[i] == output.expected[i] ? 0 : 1;
-  std::fprintf(stderr, "case %d, rank %d: %s has %zu bytes, expected %zu; %zu differ, first row %zu byte %zu: 0x%02x, expected 0x%02x\n",
-               one.number, World::Get().rank(), kFieldNames[output.field], output.got.size(), output.expected.size(),
-               wrong, at / output.row_bytes, at % output.row_bytes, at < end ? *differ.first : 0,
-               at < end ? *differ.second : 0);
+  std::fprintf(
+      stderr,
+      "case %d, rank %d: %s has %zu bytes, expected %zu; %zu differ, first row %zu byte %zu: 0x%02x, expected 0x%02x\n",
+      one.number, World::Get().rank(), kFieldNames[output.field], output.got.size(), output.expected.size(), wrong,
+      at / output.row_bytes, at % output.row_bytes, at < end ? *differ.first : 0, at < end ? *differ.second : 0);
   return false;
 }
 

@@ -72,7 +72,8 @@ class Block {
   // Everything unwritten but for the first bytes; not for pinned memory.
   void Set(const Bytes& bytes) {
     Clear();
-    if (!bytes.empty()) TEST_CUDA(cudaMemcpyAsync(data(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice, Stream()));
+    if (!bytes.empty())
+      TEST_CUDA(cudaMemcpyAsync(data(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice, Stream()));
     test::World::Get().Wait();
   }
   // The first bytes, once all queued work is done.
