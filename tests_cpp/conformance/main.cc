@@ -273,9 +273,11 @@ class Model {
     std::vector<float> grads;
     for (std::size_t row = 0; row < rows(); ++row) {
       for (std::size_t k = 0; k < top_k(); ++k) {
-        grads.push_back(reference_.WeightGradient(
-            rank_, static_cast<int>(row), static_cast<int>(k),
-            [this](int destination, const Slot& slot) { return WeightGrad(destination, slot); }));
+        // A sum from zero, which turns -0 into 0.
+        grads.push_back(0.0f + reference_.WeightGradient(rank_, static_cast<int>(row), static_cast<int>(k),
+                                                         [this](int destination, const Slot& slot) {
+                                                           return WeightGrad(destination, slot);
+                                                         }));
       }
     }
     return AsBytes(grads);
