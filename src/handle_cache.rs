@@ -125,6 +125,14 @@ impl<H> HandleCache<H> {
         gone.into_iter().map(|(_, entry)| entry.handle).collect()
     }
 
+    /// Remembers the step's total of whoever prepared `memory` last, if that is known.
+    pub fn note_total(&mut self, memory: u64, total: u64) {
+        let owner = self.owners.get(&memory).and_then(|key| self.entries.peek_mut(key));
+        if let Some(prepared) = owner.filter(|entry| entry.memory == memory).and_then(|entry| entry.prepared.as_mut()) {
+            prepared.recv_total = Some(total);
+        }
+    }
+
     /// The layers of all handles.
     pub fn layers(&self) -> impl Iterator<Item = LayerConfig> {
         self.entries.iter().map(|(_, entry)| entry.layer)
@@ -168,7 +176,7 @@ mod tests {
         let mut cache = HandleCache::new(Relocation::Rebuild, None);
         cache.insert(KEY, 0x100, layer(2), None, 1);
         assert_eq!(cache.lookup(KEY, 0x200, &layer(2)).unwrap(), Lookup::Moved);
-        let prepared = Some(Prepared { num_tokens: 5, index_dtype: DType::Int64 });
+        let prepared = Some(Prepared { num_tokens: 5, index_dtype: DType::Int64, recv_total: None });
         assert_eq!(cache.insert(KEY, 0x200, layer(2), prepared, 2), [1], "the caller destroys the old handle");
         assert_eq!(cache.lookup(KEY, 0x200, &layer(2)).unwrap(), Lookup::Ready);
         assert_eq!(cache.prepared(KEY, 0x200), prepared);
@@ -178,13 +186,16 @@ mod tests {
     #[test]
     fn memory_belongs_to_who_prepared_it_last() {
         let other = HandleKey::Registered(8);
-        let prepared = Some(Prepared { num_tokens: 5, index_dtype: DType::Int64 });
+        let prepared = Some(Prepared { num_tokens: 5, index_dtype: DType::Int64, recv_total: None });
         let mut cache = HandleCache::new(Relocation::Refuse, None);
         for key in [KEY, other] {
             cache.insert(key, 0x100, layer(2), None, key);
             cache.start_prepare(key).unwrap().prepared = prepared;
         }
         assert_eq!((cache.prepared(KEY, 0x100), cache.prepared(other, 0x100)), (None, prepared));
+        cache.note_total(0x100, 77);
+        cache.note_total(0x200, 78);
+        assert_eq!(cache.prepared(other, 0x100).unwrap().recv_total, Some(77));
         cache.start_prepare(KEY).unwrap();
         assert_eq!((cache.prepared(KEY, 0x100), cache.prepared(other, 0x100)), (None, None));
     }

@@ -10,9 +10,9 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 /// Bytes in front of NCCL EP's part of the handle memory: one unit of its alignment.
 pub(crate) const STAMP_BYTES: usize = 256;
 
-/// Where in a stamp the exchange leaves the rows that its routing needs, in the width of the caller's counters; what it
-/// does not fill of these eight bytes is cleared.
-pub(crate) const TOTAL_OFFSET: usize = 16;
+/// Where the stamp's bytes hold the step's total: the rows that this rank receives, padding included and before any drop,
+/// as one int64 that prepare's kernels write.
+pub(crate) const TOTAL_OFFSET: usize = 8;
 
 /// The two words of a stamp: a packed description with a check of everything, and the token count.
 ///
@@ -47,7 +47,7 @@ impl Stamp {
         let top_k = (description & (MAX_TOP_K - 1)) + 1;
         let alignment = SlabAlignment::parse("stamp", 1 << (description >> 6 & 31)).ok()?;
         let index_dtype = if description >> 5 & 1 == 1 { DType::Int32 } else { DType::Int64 };
-        let prepared = Prepared { num_tokens: num_tokens as usize, index_dtype };
+        let prepared = Prepared { num_tokens: num_tokens as usize, index_dtype, recv_total: None };
         Some((LayerConfig { top_k, alignment }, prepared))
     }
 }
@@ -63,7 +63,7 @@ mod tests {
                 for index_dtype in [DType::Int32, DType::Int64] {
                     for num_tokens in [0, 1, 65536] {
                         let layer = LayerConfig::parse("layer_cfg", top_k, alignment).unwrap();
-                        let prepared = Prepared { num_tokens, index_dtype };
+                        let prepared = Prepared { num_tokens, index_dtype, recv_total: None };
                         assert_eq!(Stamp::new(&layer, prepared, 9).read(9), Some((layer, prepared)));
                     }
                 }
@@ -74,7 +74,8 @@ mod tests {
     #[test]
     fn other_bytes_are_no_stamp() {
         let layer = LayerConfig::parse("layer_cfg", 8, 16).unwrap();
-        let Stamp([a, b]) = Stamp::new(&layer, Prepared { num_tokens: 77, index_dtype: DType::Int64 }, 1);
+        let Stamp([a, b]) =
+            Stamp::new(&layer, Prepared { num_tokens: 77, index_dtype: DType::Int64, recv_total: None }, 1);
         assert_eq!(Stamp([a, b]).read(2), None, "another group");
         let mut accepted = 0;
         for bit in 0..32 {

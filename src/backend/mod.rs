@@ -288,7 +288,8 @@ impl EpGroup {
         unsafe { backend.prepare(handle, &layer, call, prepared, stream) }.map_err(|error| backend.explain(error))
     }
 
-    /// [`EpGroup::prepare`] and [`EpGroup::dispatch`], both checked before either is queued.
+    /// [`EpGroup::prepare`] and [`EpGroup::dispatch`], both checked before either is queued (in eager mode all but the
+    /// rows of the receive side, which the step itself tells).
     ///
     /// # Errors
     /// As theirs.
@@ -308,15 +309,23 @@ impl EpGroup {
         // SAFETY: passed on.
         unsafe { backend.require_working(stream) }?;
         let layer = backend.claimed_layer(handle, claim)?;
-        let prepared = prepare.check(&backend.config, &layer.config)?;
-        let mut dispatch = backend.find_scales(*dispatch).check(&backend.config, &layer.config, prepared)?;
-        backend.settle_windows(&mut dispatch)?;
+        let mut prepared = prepare.check(&backend.config, &layer.config)?;
+        let dispatch = backend.find_scales(*dispatch);
+        let mut call = dispatch.check(&backend.config, &layer.config, prepared)?;
+        backend.settle_windows(&mut call)?;
         // SAFETY: passed on.
         unsafe { backend.prepare(handle, &layer, prepare, prepared, stream) }
             .map_err(|error| backend.explain(error))?;
+        if backend.config.recv_capacity == RecvCapacity::Eager {
+            // Only now is the total known that the receive side has to hold.
+            // SAFETY: passed on.
+            prepared = unsafe { backend.with_total(handle, prepared, stream) }?;
+            call = dispatch.check(&backend.config, &layer.config, prepared)?;
+            backend.settle_windows(&mut call)?;
+        }
         let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
         // SAFETY: passed on.
-        unsafe { group.dispatch(&entry.handle, &dispatch, stream) }
+        unsafe { group.dispatch(&entry.handle, &call, stream) }
     }
 
     /// One operation over a prepared layer: its rules, then its handle, then the call.
@@ -335,7 +344,11 @@ impl EpGroup {
         // SAFETY: passed on.
         unsafe { backend.require_working(stream) }?;
         // SAFETY: passed on.
-        let (layer, prepared) = unsafe { backend.prepared_layer(handle, stream) }?;
+        let (layer, mut prepared) = unsafe { backend.prepared_layer(handle, stream) }?;
+        if backend.config.recv_capacity == RecvCapacity::Eager {
+            // SAFETY: passed on.
+            prepared = unsafe { backend.with_total(handle, prepared, stream) }?;
+        }
         let mut call = check(backend, &layer.config, prepared)?;
         backend.settle_windows(&mut call)?;
         let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
@@ -800,9 +813,48 @@ impl Backend {
         Ok(())
     }
 
+    /// What the last prepare of `handle` left, with the step's total, which is read back once a prepare: the calling
+    /// thread waits for the stream.
+    ///
     /// # Safety
     /// As [`Backend::prepared_layer`].
-    unsafe fn recv_totals(&self, mem: &TensorView, stream: Stream) -> Result<RecvTotals> {
+    unsafe fn with_total(&mut self, handle: &HandleRef, prepared: Prepared, stream: Stream) -> Result<Prepared> {
+        // SAFETY: passed on.
+        unsafe { self.require_no_capture(stream) }?;
+        if prepared.recv_total.is_some() {
+            return Ok(prepared);
+        }
+        // SAFETY: passed on; the stream does not capture.
+        let [low, high] = unsafe { self.base.cuda.read_words(handle.mem.data + TOTAL_OFFSET as u64, stream) }?;
+        let prepared = Prepared { recv_total: Some(u64::from(high) << 32 | u64::from(low)), ..prepared };
+        if let Some(entry) = self.handles.get_mut(handle.key)
+            && entry.memory == handle.mem.data
+            && entry.prepared.is_some()
+        {
+            entry.prepared = Some(prepared);
+        }
+        Ok(prepared)
+    }
+
+    /// Eager mode has the host read each step's total, which a graph cannot.
+    ///
+    /// # Safety
+    /// `stream` is a stream of the group's device.
+    unsafe fn require_no_capture(&self, stream: Stream) -> Result<()> {
+        // SAFETY: passed on.
+        if unsafe { self.base.cuda.is_capturing(stream) }? {
+            return Err(Error::State(
+                "the stream captures a graph, and in eager mode the host reads every step's total: initialize with \
+                 max_recv_tokens_per_rank > 0 to capture"
+                    .into(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As [`Backend::prepared_layer`].
+    unsafe fn recv_totals(&mut self, mem: &TensorView, stream: Stream) -> Result<RecvTotals> {
         require_memory(mem, STAMP_BYTES)?;
         // SAFETY: passed on.
         if unsafe { self.base.cuda.is_capturing(stream) }.map_err(|error| self.explain(error))? {
@@ -813,28 +865,21 @@ impl Backend {
             ));
         }
         // SAFETY: passed on; the stream does not capture.
-        let words: [u32; 6] =
-            unsafe { self.base.cuda.read_words(mem.data, stream) }.map_err(|error| self.explain(error))?;
-        let [stamp @ .., _, _, low, high] = words;
-        if Stamp(stamp).read(self.epoch).is_none() {
+        let words = unsafe { self.base.cuda.read_words(mem.data, stream) }.map_err(|error| self.explain(error))?;
+        const { assert!(TOTAL_OFFSET == 2 * size_of::<u32>()) };
+        let [first, second, low, high] = words;
+        if Stamp([first, second]).read(self.epoch).is_none() {
             let name = mem.name;
             return Err(Error::State(format!("{name} holds no routing of this group: call nvte_ep_prepare first")));
         }
-        const { assert!(TOTAL_OFFSET == 4 * 4) };
         let needed = u64::from(high) << 32 | u64::from(low);
+        // The step's other calls need not read it again.
+        self.handles.note_total(mem.data, needed);
         let received = match self.config.recv_capacity {
             RecvCapacity::Fixed(rows) => needed.min(rows.into()),
             RecvCapacity::Eager => needed,
         };
         Ok(RecvTotals { needed, received, dropped: needed - received })
-    }
-
-    /// The part of handle memory in which a prepare leaves its total, as a tensor of the counters' type.
-    fn total_of(handle: &HandleRef, call: &Prepare) -> TensorView {
-        let counters = call.total.as_ref().or(call.token_counts.as_ref());
-        let dtype = counters.map_or(DType::Int64, |counters| counters.dtype);
-        let shape = Shape::new(&[1]).expect("one dimension");
-        TensorView { dtype, shape, ..handle.mem.bytes(TOTAL_OFFSET, 8) }
     }
 
     /// Exchanges the routing, once `prepared` came out of its checks.
@@ -849,25 +894,26 @@ impl Backend {
         prepared: Prepared,
         stream: Stream,
     ) -> Result<()> {
+        if self.config.recv_capacity == RecvCapacity::Eager {
+            // SAFETY: passed on.
+            unsafe { self.require_no_capture(stream) }?;
+        }
         self.handle(handle, layer, None)?;
         // A failed exchange leaves no routing that could be replayed.
         let entry = self.handles.start_prepare(handle.key).expect("built just now");
-        // The caller's total is a copy of the one that stays with the routing.
-        let total = Self::total_of(handle, call);
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { self.group.update(&entry.handle, &Prepare { total: Some(total), ..*call }, stream) }?;
-        let cuda = &self.base.cuda;
-        if total.dtype == DType::Int32 {
-            // SAFETY: the handle memory starts with room for the stamp.
-            unsafe { cuda.write_words(total.data + 4, &[0], stream) }?;
-        }
-        if let Some(wanted) = &call.total {
-            // SAFETY: the caller vouches for its total, which has the dtype of ours.
-            unsafe { cuda.copy(wanted.data, total.data, total.byte_len() as usize, stream) }?;
+        unsafe {
+            // Of the total's two words the kernels write as many as its dtype has.
+            let total = total_of(&handle.mem, call);
+            self.base.cuda.write_words(total.data, &[0; 2], stream)?;
+            self.group.update(&entry.handle, call, &total, stream)?;
+            if let Some(wanted) = &call.total {
+                self.base.cuda.copy(wanted.data, total.data, wanted.dtype.bytes(1), stream)?;
+            }
         }
         let Stamp(words) = Stamp::new(&layer.config, prepared, self.epoch);
         // SAFETY: the handle memory starts with room for the stamp.
-        unsafe { cuda.write_words(handle.mem.data, &words, stream) }?;
+        unsafe { self.base.cuda.write_words(handle.mem.data, &words, stream) }?;
         entry.prepared = Some(prepared);
         Ok(())
     }
@@ -945,6 +991,14 @@ impl Backend {
         tracing::info!(target: "nvte_ep", device, "EP group destroyed");
         failures
     }
+}
+
+/// The total in the stamp of a handle memory, in the data type of the counts that prepare writes.
+fn total_of(mem: &TensorView, call: &Prepare) -> TensorView {
+    let dtype = call.total.or(call.token_counts).map_or(DType::Int64, |counts| counts.dtype);
+    let shape = Shape::new(&[1]).expect("one dimension");
+    let data = mem.data + TOTAL_OFFSET as u64;
+    TensorView { name: "total", dtype, shape, data, window: None, scales: None }
 }
 
 /// A call that needs a routing over memory that holds none of this layer.

@@ -35,8 +35,8 @@ fn_table! {
         cuMemAlloc_v2: fn(*mut b::CUdeviceptr, usize) -> b::CUresult;
         cuMemFree_v2: fn(b::CUdeviceptr) -> b::CUresult;
         cuMemGetInfo_v2: fn(*mut usize, *mut usize) -> b::CUresult;
-        cuMemcpyAsync: fn(b::CUdeviceptr, b::CUdeviceptr, usize, b::CUstream) -> b::CUresult;
         cuMemcpyHtoDAsync_v2: fn(b::CUdeviceptr, *const c_void, usize, b::CUstream) -> b::CUresult;
+        cuMemcpyAsync: fn(b::CUdeviceptr, b::CUdeviceptr, usize, b::CUstream) -> b::CUresult;
         cuMemcpyDtoHAsync_v2: fn(*mut c_void, b::CUdeviceptr, usize, b::CUstream) -> b::CUresult;
         cuMemsetD8Async: fn(b::CUdeviceptr, c_uchar, usize, b::CUstream) -> b::CUresult;
         cuMemsetD32Async: fn(b::CUdeviceptr, c_uint, usize, b::CUstream) -> b::CUresult;
@@ -245,13 +245,14 @@ impl Cuda {
         Ok(())
     }
 
-    /// Queues a copy of `bytes` bytes; either end may be pinned host memory.
+    /// Queues a copy of `bytes` bytes between two addresses, of device or pinned host memory; allowed while a stream
+    /// captures.
     ///
     /// # Errors
     /// The driver's.
     ///
     /// # Safety
-    /// Both ranges stay valid until the stream has got there.
+    /// Both ranges are live until the copy is done, and the target is the caller's to write.
     pub unsafe fn copy(&self, to: u64, from: u64, bytes: usize, stream: Stream) -> Result<()> {
         // SAFETY: the caller vouches for memory and stream.
         self.check("cuMemcpyAsync", unsafe { (self.cuMemcpyAsync)(to, from, bytes, stream.as_raw()) })

@@ -208,9 +208,10 @@ impl Combine {
                     let pairs = offers[rank].bytes[received[rank] * head..].as_chunks::<8>().0;
                     let wanted = (expert as i32).to_ne_bytes();
                     let pair = pairs[position * top_k..][..top_k].iter().find(|pair| pair[..4] == wanted)?;
-                    Some([pair[4], pair[5], pair[6], pair[7]])
+                    Some(f32::from_ne_bytes([pair[4], pair[5], pair[6], pair[7]]))
                 });
-                gradients.extend(gradient.unwrap_or_default());
+                // A sum from zero, which turns -0 into 0 (seen on an H200).
+                gradients.extend((0.0 + gradient.unwrap_or_default()).to_ne_bytes());
             }
             by_token.write(0, &gradients);
         }

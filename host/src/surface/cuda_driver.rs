@@ -624,6 +624,26 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     })
 }
 
+/// Copies in stream order; where to and from is found by the addresses.
+///
+/// # Safety
+///
+/// The ranges have `ByteCount` bytes and stay valid until the stream has got there.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuMemcpyAsync(
+    dst: CUdeviceptr,
+    src: CUdeviceptr,
+    ByteCount: usize,
+    hStream: CUstream,
+) -> CUresult {
+    let (to, from) = (dst as *mut c_void, src as *const c_void);
+    on_stream(hStream, |stream| {
+        // SAFETY: the caller's contract.
+        unsafe { copy::copy(to, from, ByteCount, cudaMemcpyDefault, &stream, false) }
+    })
+}
+
 /// Copies from the device in stream order.
 ///
 /// # Safety
@@ -641,26 +661,6 @@ pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
     on_stream(hStream, |stream| {
         // SAFETY: the caller's contract.
         unsafe { copy::copy(dstHost, from, ByteCount, cudaMemcpyDeviceToHost, &stream, false) }
-    })
-}
-
-/// Copies in stream order between any two places.
-///
-/// # Safety
-///
-/// The ranges have `ByteCount` bytes and stay valid until the stream has got there.
-#[unsafe(no_mangle)]
-#[allow(non_snake_case, reason = "parameter names of the C interface")]
-pub unsafe extern "C" fn cuMemcpyAsync(
-    dst: CUdeviceptr,
-    src: CUdeviceptr,
-    ByteCount: usize,
-    hStream: CUstream,
-) -> CUresult {
-    let (to, from) = (dst as *mut c_void, src as *const c_void);
-    on_stream(hStream, |stream| {
-        // SAFETY: the caller's contract.
-        unsafe { copy::copy(to, from, ByteCount, cudaMemcpyDefault, &stream, false) }
     })
 }
 
