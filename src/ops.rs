@@ -80,16 +80,16 @@ pub struct CombineBwd {
     pub grad_expert_out: TensorView,
 }
 
-/// A call's tensors that may lie in symmetric memory: rows of tokens or gradients, and vectors of weights.
+/// A call's tensors that may lie in symmetric memory.
 pub trait Payloads {
-    /// All of them.
+    /// All of them; first the rows that peers reach in zero-copy groups. The others are this rank's alone.
     fn payloads(&mut self) -> [Option<&mut TensorView>; 4];
 }
 
 impl Payloads for Dispatch {
     fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
         let (weights, recv_weights) = (self.topk_weights.as_mut(), self.recv_topk_weights.as_mut());
-        [Some(&mut self.tokens), weights, Some(&mut self.recv_tokens), recv_weights]
+        [Some(&mut self.recv_tokens), Some(&mut self.tokens), weights, recv_weights]
     }
 }
 
@@ -102,13 +102,13 @@ impl Payloads for Combine {
 impl Payloads for DispatchBwd {
     fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
         let (recv_weights, weights) = (self.g_recv_topk_weights.as_mut(), self.grad_topk_weights.as_mut());
-        [Some(&mut self.grad), recv_weights, Some(&mut self.grad_tokens), weights]
+        [Some(&mut self.grad), Some(&mut self.grad_tokens), recv_weights, weights]
     }
 }
 
 impl Payloads for CombineBwd {
     fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
-        [Some(&mut self.grad), Some(&mut self.grad_expert_out), None, None]
+        [Some(&mut self.grad_expert_out), Some(&mut self.grad), None, None]
     }
 }
 

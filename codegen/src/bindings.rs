@@ -36,6 +36,7 @@ const FUNCTIONS: &[&str] = &[
     "cuEvent(Create|Destroy(_v2)?|Record|Query|Synchronize|ElapsedTime(_v2)?)",
     "cuMem(Alloc_v2|Free_v2|GetInfo_v2|cpyAsync|cpyHtoDAsync_v2|cpyDtoHAsync_v2|cpyHtoD_v2|cpyDtoH_v2|setD8Async|setD32Async)",
     "cuPointerGetAttribute",
+    "cuThreadExchangeStreamCaptureMode",
 ];
 const TYPES: &[&str] = &[
     "cudaError",

@@ -750,16 +750,8 @@ impl Backend {
     /// # Safety
     /// `stream` is a stream of the group's device.
     unsafe fn require_working(&self, stream: Stream) -> Result<()> {
-        // Asking the default streams could end the capture of another one.
         // SAFETY: passed on.
-        if stream.is_default() || unsafe { self.base.cuda.is_capturing(stream) }.map_err(|error| self.explain(error))? {
-            return Ok(());
-        }
-        // SAFETY: passed on.
-        match unsafe { (self.base.cuda.cuStreamQuery)(stream.as_raw()) } {
-            b::CUDA_ERROR_NOT_READY => Ok(()),
-            code => self.base.cuda.check("cuStreamQuery", code).map_err(|error| self.explain(error)),
-        }
+        unsafe { self.base.cuda.require_working(stream) }.map_err(|error| self.explain(error))
     }
 
     /// An error of queued work, with the reason that this group may have given for it.
@@ -796,18 +788,22 @@ impl Backend {
         call
     }
 
-    /// Checks the windows of a call's tensors. Weights go by their address from here on: kernels reach them only on
-    /// their own rank.
+    /// Checks the windows of a call's tensors. Those that peers do not reach go by their addresses from here on: nothing is
+    /// gained by a window there, and NCCL EP (0.1.0) does not look at all of them.
     fn settle_windows(&self, call: &mut impl Payloads) -> Result<()> {
-        for tensor in call.payloads().into_iter().flatten() {
+        for (index, tensor) in call.payloads().into_iter().enumerate() {
+            let Some(tensor) = tensor else { continue };
             let address = self.symm.check_window(tensor)?;
-            if let Some(scales) = tensor.scale_tensor(crate::ops::scales_name(tensor)) {
-                self.symm.check_window(&scales)?;
+            let scales = tensor.scale_tensor(crate::ops::scales_name(tensor));
+            let scales = scales.map_or(Ok(None), |scales| self.symm.check_window(&scales))?;
+            if index == 0 {
+                continue;
             }
-            if let (Some(address), 1 | 2, DType::Float32) = (address, tensor.shape.sizes().len(), tensor.dtype)
-                && tensor.name.ends_with("topk_weights")
-            {
+            if let Some(address) = address {
                 (tensor.data, tensor.window) = (address, None);
+            }
+            if let (Some(address), Some(kept)) = (scales, &mut tensor.scales) {
+                (kept.data, kept.window) = (address, None);
             }
         }
         Ok(())

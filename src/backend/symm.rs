@@ -256,13 +256,16 @@ impl Symm {
         outcome.map(|()| window)
     }
 
-    /// Checks a tensor's window, if it has one, against what is known of it.
+    /// Checks a tensor's window, if it has one, against what is known of it; returns the address, where there is one.
     ///
     /// # Errors
     /// A window that is not of the communicator or ends before the tensor does, or a data pointer that is elsewhere.
     pub(super) fn check_window(&self, tensor: &TensorView) -> Result<Option<u64>> {
         let Some(window) = tensor.window else { return Ok(None) };
         let bytes = tensor.byte_len();
+        if bytes == 0 {
+            return Ok(None);
+        }
         let known = self
             .pool
             .place_in(window)

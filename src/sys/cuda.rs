@@ -27,6 +27,7 @@ fn_table! {
         cuStreamQuery: fn(b::CUstream) -> b::CUresult;
         cuStreamSynchronize: fn(b::CUstream) -> b::CUresult;
         cuStreamIsCapturing: fn(b::CUstream, *mut b::CUstreamCaptureStatus) -> b::CUresult;
+        cuThreadExchangeStreamCaptureMode: fn(*mut b::CUstreamCaptureMode) -> b::CUresult;
         cuEventCreate: fn(*mut b::CUevent, c_uint) -> b::CUresult;
         cuEventDestroy_v2: fn(b::CUevent) -> b::CUresult;
         cuEventRecord: fn(b::CUevent, b::CUstream) -> b::CUresult;
@@ -286,6 +287,32 @@ impl Cuda {
         // SAFETY: the caller vouches for the stream.
         self.check("cuStreamSynchronize", unsafe { (self.cuStreamSynchronize)(stream.as_raw()) })?;
         Ok(words)
+    }
+
+    /// Fails if work queued on `stream` has failed; says nothing of a stream that is captured. No capture of another stream
+    /// is harmed.
+    ///
+    /// # Errors
+    /// The queued work's.
+    ///
+    /// # Safety
+    /// `stream` is a live stream of the current device.
+    pub unsafe fn require_working(&self, stream: Stream) -> Result<()> {
+        // Asking a default stream is a wait of all others, which captures forbid.
+        // SAFETY: passed on.
+        if stream.is_default() || unsafe { self.is_capturing(stream) }? {
+            return Ok(());
+        }
+        // A capture in global mode forbids queries to every thread that does not say that it knows better.
+        let mut mode = b::CU_STREAM_CAPTURE_MODE_RELAXED;
+        let exchange = self.cuThreadExchangeStreamCaptureMode;
+        // SAFETY: `mode` is live.
+        self.check("cuThreadExchangeStreamCaptureMode", unsafe { exchange(&raw mut mode) })?;
+        // SAFETY: the caller vouches for the stream.
+        let code = unsafe { (self.cuStreamQuery)(stream.as_raw()) };
+        // SAFETY: `mode` is live, and the thread's own mode again.
+        self.check("cuThreadExchangeStreamCaptureMode", unsafe { exchange(&raw mut mode) })?;
+        if code == b::CUDA_ERROR_NOT_READY { Ok(()) } else { self.check("cuStreamQuery", code) }
     }
 
     /// Whether `stream` is being captured into a graph.
