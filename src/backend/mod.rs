@@ -897,15 +897,15 @@ impl Backend {
         self.handle(handle, layer, None)?;
         // A failed exchange leaves no routing that could be replayed.
         let entry = self.handles.start_prepare(handle.key).expect("built just now");
+        // Of the total's two words the kernels write as many as its dtype has.
+        let (total, cuda) = (total_of(&handle.mem, call), &self.base.cuda);
+        // SAFETY: the handle memory starts with room for the stamp and its total.
+        unsafe { cuda.write_words(total.data, &[0; 2], stream) }?;
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe {
-            // Of the total's two words the kernels write as many as its dtype has.
-            let total = total_of(&handle.mem, call);
-            self.base.cuda.write_words(total.data, &[0; 2], stream)?;
-            self.group.update(&entry.handle, call, &total, stream)?;
-            if let Some(wanted) = &call.total {
-                self.base.cuda.copy(wanted.data, total.data, wanted.dtype.bytes(1), stream)?;
-            }
+        unsafe { self.group.update(&entry.handle, call, &total, stream) }?;
+        if let Some(wanted) = &call.total {
+            // SAFETY: the caller vouches for its total, which has the dtype of ours.
+            unsafe { cuda.copy(wanted.data, total.data, wanted.dtype.bytes(1), stream) }?;
         }
         let Stamp(words) = Stamp::new(&layer.config, prepared, self.epoch);
         // SAFETY: the handle memory starts with room for the stamp.
