@@ -2,7 +2,7 @@
 //!
 //! `run` takes a mixture-of-experts layer through libnvte_ep.so on several ranks and checks every output; `bench` times
 //! staged against zero-copy groups. [`args`]: the command line. [`runtime`]: CUDA or host. [`launch`], [`rendezvous`]: the ranks. [`library`],
-//! [`device`]: what they call. [`session`]: a rank's libraries and communicator. [`step`], [`bench`]: what
+//! [`device`]: what they call. [`session`]: a rank's libraries and communicator. [`step`], [`mod@bench`]: what
 //! a rank does. [`routing`]: its inputs. [`experts`]: the experts.
 //! [`mod@reference`], [`emulate`], [`compare`]: what should come out. [`report`], [`digest`]: what is printed.
 
