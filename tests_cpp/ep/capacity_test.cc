@@ -103,9 +103,12 @@ TEST(Eager, FewerRowsThanTheTotal) {
   step.CheckCounts();
   const std::string required = "rows that this rank receives in this step, " + std::to_string(total);
   EXPECT_TRUE(Throws("nvte_ep_dispatch", {"recv_tokens must have at least the " + required}, [&] { step.Dispatch(); }));
-  EXPECT_TRUE(Throws("nvte_ep_combine", {"expert_out must have at least the " + required}, [&] { step.Combine(); }));
+  // The calls alone: a step's uploads would not fit either.
+  EXPECT_TRUE(Throws("nvte_ep_combine", {"expert_out must have at least the " + required},
+                     [&] { step.combine_args().Call(); }));
   EXPECT_TRUE(Throws("nvte_ep_combine_bwd", {"must have at least the " + required}, [&] { step.CombineBwd(); }));
-  EXPECT_TRUE(Throws("nvte_ep_dispatch_bwd", {"must have at least the " + required}, [&] { step.DispatchBwd(); }));
+  EXPECT_TRUE(
+      Throws("nvte_ep_dispatch_bwd", {"must have at least the " + required}, [&] { step.dispatch_bwd_args().Call(); }));
   RunEager<BFloat16>(group, layer, routing, 6529);
 }
 
