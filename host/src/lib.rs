@@ -29,6 +29,7 @@ pub mod ep;
 pub mod errors;
 pub mod fault;
 pub mod graph;
+pub mod kernels;
 pub mod memory;
 pub mod stats;
 pub mod stream;

@@ -22,7 +22,7 @@ fn device_of(dev: CUdevice) -> Outcome<&'static Device> {
 }
 
 /// A call about a stream: the NULL stream belongs to the current context, others know their device.
-fn on_stream(stream: CUstream, work: impl FnOnce(std::sync::Arc<Stream>) -> Outcome<()>) -> CUresult {
+pub(super) fn on_stream(stream: CUstream, work: impl FnOnce(std::sync::Arc<Stream>) -> Outcome<()>) -> CUresult {
     if stream as usize <= 2 {
         return driver_current(|device| work(Stream::resolve(stream, device)?));
     }
