@@ -31,6 +31,8 @@ const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
 const LIVENESS_PERIOD: Duration = Duration::from_millis(200);
 /// Most ranks of a channel.
 pub const MAX_RANKS: usize = 1024;
+/// Bytes that a rank offers at a time where an operation has more: bounds the staging, and keeps it in the caches.
+pub const PIECE_BYTES: usize = 4 << 20;
 /// Marks a control block and its format.
 const MAGIC: u32 = 0x4e56_0001;
 

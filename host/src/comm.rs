@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::ops::Range;
 use std::os::fd::AsFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
@@ -12,7 +13,7 @@ use std::sync::{Arc, LazyLock};
 use nvte_ep_bindings::*;
 use parking_lot::Mutex;
 
-use crate::channel::{self, Breaker, Channel};
+use crate::channel::{self, Breaker, Channel, PIECE_BYTES};
 use crate::device::{self, Device};
 use crate::dtype::{self, Reduction};
 use crate::fault::{Fault, Outcome};
@@ -517,10 +518,12 @@ impl Comm {
         let receive = unsafe { span("ncclAllGather", "recvbuff", receive, total) }?;
         let what = format!("ncclAllGather(sendcount={count}, datatype={})", dtype::name(datatype));
         self.collective(stream, &[send, receive], move |channel| {
-            send.read(0, channel.stage(bytes)?);
-            channel.exchange(&what, [0; 4], bytes)?;
-            for rank in 0..channel.ranks() {
-                receive.write(rank * bytes, channel.offer(rank)?.bytes);
+            for piece in pieces(bytes) {
+                send.read(piece.start, channel.stage(piece.len())?);
+                channel.exchange(&what, [0; 4], piece.len())?;
+                for rank in 0..channel.ranks() {
+                    receive.write(rank * bytes + piece.start, channel.offer(rank)?.bytes);
+                }
             }
             Ok(())
         })
@@ -553,13 +556,15 @@ impl Comm {
         let receive = unsafe { span("ncclAllReduce", "recvbuff", receive, bytes) }?;
         let what = format!("ncclAllReduce(count={count}, datatype={}, op={reduction:?})", dtype::name(datatype));
         self.collective(stream, &[send, receive], move |channel| {
-            send.read(0, channel.stage(bytes)?);
-            channel.exchange(&what, [0; 4], bytes)?;
-            let inputs =
-                (0..channel.ranks()).map(|rank| Ok(channel.offer(rank)?.bytes)).collect::<Outcome<Vec<&[u8]>>>()?;
-            let mut output = vec![0u8; bytes];
-            dtype::reduce(datatype, reduction, &inputs, &mut output);
-            receive.write(0, &output);
+            for piece in pieces(bytes) {
+                send.read(piece.start, channel.stage(piece.len())?);
+                channel.exchange(&what, [0; 4], piece.len())?;
+                let inputs =
+                    (0..channel.ranks()).map(|rank| Ok(channel.offer(rank)?.bytes)).collect::<Outcome<Vec<&[u8]>>>()?;
+                let mut output = vec![0u8; piece.len()];
+                dtype::reduce(datatype, reduction, &inputs, &mut output);
+                receive.write(piece.start, &output);
+            }
             Ok(())
         })
     }
@@ -590,12 +595,20 @@ impl Comm {
         let receive = unsafe { span("ncclBroadcast", "recvbuff", receive, bytes) }?;
         let what = format!("ncclBroadcast(count={count}, datatype={}, root={root})", dtype::name(datatype));
         self.collective(stream, &[send, receive], move |channel| {
-            send.read(0, channel.stage(send.byte_len())?);
-            channel.exchange(&what, [0; 4], send.byte_len())?;
-            receive.write(0, channel.offer(root)?.bytes);
+            for piece in pieces(bytes) {
+                let own = if is_root { piece.len() } else { 0 };
+                send.read(if is_root { piece.start } else { 0 }, channel.stage(own)?);
+                channel.exchange(&what, [0; 4], own)?;
+                receive.write(piece.start, channel.offer(root)?.bytes);
+            }
             Ok(())
         })
     }
+}
+
+/// The parts in which `bytes` bytes travel: at least one, so that ranks meet even for nothing.
+fn pieces(bytes: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..bytes.max(1)).step_by(PIECE_BYTES).map(move |start| start..(start + PIECE_BYTES).min(bytes))
 }
 
 /// # Safety

@@ -10,6 +10,7 @@ use common::reference::*;
 use common::*;
 use half::bf16;
 use nvte_ep_bindings::*;
+use nvte_ep_host::channel::PIECE_BYTES;
 
 #[test]
 fn top_k_and_alignment() {
@@ -89,6 +90,17 @@ fn one_rank_alone() {
 fn many_ranks() {
     let mut case = Case::new(8, 8, 3, &[3, 1, 4, 1, 5, 0, 2, 6], |rank, token, k| ((rank + token + 3 * k) % 8) as i64);
     case.alignment = 4;
+    check(&case);
+}
+
+/// Rows of 32 KiB, so that every operation takes several pieces, and the ranks different numbers of them.
+#[test]
+fn operations_in_several_pieces() {
+    let mut case = Case::new(2, 4, 2, &[150, 3], |rank, token, k| ((rank + token % 2 + 2 * k) % 4) as i64);
+    case.datatype = ncclFloat32;
+    case.hidden = 8192;
+    case.capacity = 160;
+    assert!(case.capacity * case.row_bytes() > PIECE_BYTES);
     check(&case);
 }
 

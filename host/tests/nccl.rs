@@ -7,6 +7,7 @@ use std::ptr;
 use common::*;
 use half::{bf16, f16};
 use nvte_ep_bindings::*;
+use nvte_ep_host::channel::PIECE_BYTES;
 use nvte_ep_host::surface::host_ext::{nvte_ep_host_stats, nvte_ep_host_version};
 
 #[test]
@@ -35,6 +36,27 @@ fn gather_and_broadcast() {
             });
             assert_eq!(buffer.get(), [root as i64 + 7; 3]);
         }
+    });
+}
+
+#[test]
+fn collectives_in_several_pieces() {
+    let count = PIECE_BYTES / 4 * 2 + 5;
+    run_ranks(2, |rank| {
+        let of = |rank: usize| move |i: usize| (i * (3 + 4 * rank) + rank) as u32;
+        let own: Vec<u32> = (0..count).map(of(rank.rank)).collect();
+        let own = Buffer::of(&own, rank.stream);
+        let all = Buffer::<u32>::new(2 * count, rank.stream);
+        let (send, receive) = (own.pointer.cast(), all.pointer.cast());
+        // SAFETY: the buffers have `count` elements, and that many for each rank.
+        nccl_ok(unsafe { ncclAllGather(send, receive, count, ncclUint32, rank.comm, rank.stream) });
+        assert!(all.get().into_iter().eq((0..2).flat_map(|rank| (0..count).map(of(rank)))));
+        // SAFETY: both buffers have `count` elements.
+        nccl_ok(unsafe { ncclAllReduce(send, receive, count, ncclUint32, ncclSum, rank.comm, rank.stream) });
+        assert!(all.get().into_iter().take(count).eq((0..count).map(|i| (i * 10 + 1) as u32)));
+        // SAFETY: both buffers have `count` elements.
+        nccl_ok(unsafe { ncclBroadcast(send, receive, count, ncclUint32, 1, rank.comm, rank.stream) });
+        assert!(all.get().into_iter().take(count).eq((0..count).map(of(1))));
     });
 }
 

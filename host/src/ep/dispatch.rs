@@ -1,10 +1,11 @@
 //! `ncclEpDispatch`: token rows travel to the ranks of their experts.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use nvte_ep_bindings::*;
 
-use crate::channel::{Channel, Offer};
+use crate::channel::{Channel, PIECE_BYTES};
 use crate::dtype::{self, TokenType};
 use crate::ep::desc::{self, Place, Tensor, invalid};
 use crate::ep::handle::{Arrivals, Handle, MAX_TOP_K};
@@ -14,6 +15,8 @@ use crate::memory::Span;
 use crate::stream::Stream;
 
 const FUNCTION: &str = "ncclEpDispatch";
+/// An expert (i32) and its weight (f32).
+const ROUTE_BYTES: usize = 8;
 
 /// Rows of one kind that travel: the tokens, or the scales of quantised tokens.
 struct Lane {
@@ -265,9 +268,9 @@ impl Dispatch {
         Ok(())
     }
 
-    /// Staged: every rank offers its rows, and takes those that it receives. Gives the weights by row.
+    /// Staged: every rank offers its rows, some tokens at a time, and takes those that it receives. Gives the weights by
+    /// row.
     fn read_from_peers(&self, channel: &mut Channel, arrivals: &Arrivals, capacity: usize) -> Outcome<Vec<f32>> {
-        self.stage_rows(channel)?;
         let group = &self.handle.group;
         if group.drop && !group.duplicates {
             for lane in &self.lanes {
@@ -275,28 +278,46 @@ impl Dispatch {
             }
         }
         let top_k = self.handle.top_k;
-        for rank in 0..channel.ranks() {
-            let offer = channel.offer(rank)?;
-            let tokens = offer.args[0] as usize;
-            let mut rest = offer.bytes;
-            let mut rows_of = Vec::with_capacity(self.lanes.len());
-            for lane in &self.lanes {
-                let (rows, behind) = rest.split_at(tokens * lane.row_bytes);
-                rows_of.push(rows);
-                rest = behind;
-            }
-            for (token, position) in self.arriving_from(rank, tokens, arrivals)? {
-                let slots = &arrivals.slots[position * top_k..][..top_k];
-                for (lane, rows) in self.lanes.iter().zip(&rows_of) {
-                    let row = &rows[token * lane.row_bytes..][..lane.row_bytes];
-                    for slot in slots.iter().filter_map(|slot| usize::try_from(*slot).ok()) {
-                        lane.output.write(slot * lane.row_bytes, row);
+        let mut weights = vec![0f32; capacity];
+        let piece = (PIECE_BYTES / (self.row_bytes() + self.route_bytes())).max(1);
+        let mut first = 0;
+        loop {
+            self.stage_rows(channel, first..first + piece)?;
+            let offers = (0..channel.ranks()).map(|rank| channel.offer(rank)).collect::<Outcome<Vec<_>>>()?;
+            let most = offers.iter().map(|offer| offer.args[0] as usize).max().unwrap_or(0);
+            let is_last = first + piece >= most;
+            // What the routing expects beyond the tokens that came is an error, so the last piece looks for all of it.
+            let range = first..if is_last { group.max_tokens.max(first) } else { first + piece };
+            for (rank, offer) in offers.iter().enumerate() {
+                let tokens = offer.args[0] as usize;
+                let offered = tokens.clamp(first, first + piece) - first;
+                let mut rest = offer.bytes;
+                let mut rows_of = Vec::with_capacity(self.lanes.len());
+                for lane in &self.lanes {
+                    let (rows, behind) = rest.split_at(offered * lane.row_bytes);
+                    rows_of.push(rows);
+                    rest = behind;
+                }
+                let routes = rest.as_chunks::<ROUTE_BYTES>().0;
+                for (token, position) in self.arriving_from(rank, tokens, range.clone(), arrivals)? {
+                    let slots = &arrivals.slots[position * top_k..][..top_k];
+                    for (lane, rows) in self.lanes.iter().zip(&rows_of) {
+                        let row = &rows[(token - first) * lane.row_bytes..][..lane.row_bytes];
+                        for slot in slots.iter().filter_map(|slot| usize::try_from(*slot).ok()) {
+                            lane.output.write(slot * lane.row_bytes, row);
+                        }
+                    }
+                    if self.weights.is_some() {
+                        let route = &routes[(token - first) * top_k..][..top_k];
+                        scatter_weights(route, slots, arrivals, self.first_expert(), &mut weights);
                     }
                 }
             }
+            if is_last {
+                return Ok(weights);
+            }
+            first += piece;
         }
-        let row_bytes = self.row_bytes();
-        self.received_weights(channel, arrivals, capacity, |offer| offer.args[0] as usize * row_bytes)
     }
 
     /// Zero copy: every rank writes a row once into the window of each rank that receives it, and the receiver fans the
@@ -304,12 +325,12 @@ impl Dispatch {
     fn write_to_peers(&self, channel: &mut Channel, arrivals: &Arrivals, capacity: usize) -> Outcome<Vec<f32>> {
         let primaries = arrivals.primaries(self.handle.top_k);
         let head = size_of_val(&*primaries);
-        let bytes = head + self.route_bytes();
+        let bytes = head + self.tokens * self.route_bytes();
         let (first_rows, routes) = channel.stage(bytes)?.split_at_mut(head);
         for (there, row) in first_rows.as_chunks_mut::<4>().0.iter_mut().zip(&primaries) {
             *there = row.to_ne_bytes();
         }
-        self.stage_routes(routes);
+        self.stage_routes(routes, 0..self.tokens);
         channel.exchange(&self.what, [self.tokens as u64, arrivals.received as u64, 0, 0], bytes)?;
 
         let ranks = channel.ranks();
@@ -333,13 +354,22 @@ impl Dispatch {
                 }
             }
         }
+        let top_k = self.handle.top_k;
+        let mut weights = vec![0f32; capacity];
         for rank in 0..ranks {
+            let offer = channel.offer(rank)?;
+            let routes = offer.bytes[offer.args[1] as usize * 4..].as_chunks::<ROUTE_BYTES>().0;
+            let all = 0..self.handle.group.max_tokens;
             // Fails where the tokens that peers sent are not those that the routing expects.
-            self.arriving_from(rank, channel.offer(rank)?.args[0] as usize, arrivals)?;
+            let arriving = self.arriving_from(rank, offer.args[0] as usize, all, arrivals)?;
+            for (token, position) in arriving.into_iter().filter(|_| self.weights.is_some()) {
+                let slots = &arrivals.slots[position * top_k..][..top_k];
+                let route = &routes[token * top_k..][..top_k];
+                scatter_weights(route, slots, arrivals, self.first_expert(), &mut weights);
+            }
         }
-        let weights = self.received_weights(channel, arrivals, capacity, |offer| offer.args[1] as usize * 4)?;
         channel.exchange(&format!("{}: rows written", self.what), [0; 4], 0)?;
-        for slots in arrivals.slots.chunks_exact(self.handle.top_k) {
+        for slots in arrivals.slots.chunks_exact(top_k) {
             let mut slots = slots.iter().filter_map(|slot| usize::try_from(*slot).ok());
             let Some(first) = slots.next() else { continue };
             for slot in slots {
@@ -351,13 +381,20 @@ impl Dispatch {
         Ok(weights)
     }
 
-    /// Tokens of a rank that this rank receives, with their positions among all received ones.
-    fn arriving_from(&self, rank: usize, tokens: usize, arrivals: &Arrivals) -> Outcome<Vec<(usize, usize)>> {
+    /// Those of a rank's tokens in `range` that this rank receives, with their positions among all received ones.
+    fn arriving_from(
+        &self,
+        rank: usize,
+        tokens: usize,
+        range: Range<usize>,
+        arrivals: &Arrivals,
+    ) -> Outcome<Vec<(usize, usize)>> {
         let memory = &self.handle.memory;
         let most = self.handle.group.max_tokens;
-        let positions = memory.read_i32(memory.layout.token_map + rank * most * 4, most);
-        let positions = positions.iter().enumerate();
-        let arriving = positions.filter_map(|(token, position)| Some((token, usize::try_from(*position).ok()?)));
+        let range = range.start.min(most)..range.end.min(most);
+        let positions = memory.read_i32(memory.layout.token_map + (rank * most + range.start) * 4, range.len());
+        let arriving =
+            range.zip(&positions).filter_map(|(token, position)| Some((token, usize::try_from(*position).ok()?)));
         arriving
             .map(|(token, position)| {
                 let known = token < tokens && position < arrivals.received;
@@ -366,29 +403,9 @@ impl Dispatch {
             .collect()
     }
 
-    /// The weights by row, from the pairs (expert, weight) that the peers offer behind `routes_at` bytes.
-    fn received_weights(
-        &self,
-        channel: &Channel,
-        arrivals: &Arrivals,
-        capacity: usize,
-        routes_at: impl Fn(&Offer<'_>) -> usize,
-    ) -> Outcome<Vec<f32>> {
-        let mut weights = vec![0f32; capacity];
-        if self.weights.is_none() {
-            return Ok(weights);
-        }
-        let top_k = self.handle.top_k;
-        let first_expert = channel.rank() * arrivals.counts.len();
-        for rank in 0..channel.ranks() {
-            let offer = channel.offer(rank)?;
-            let routes = offer.bytes[routes_at(&offer)..].as_chunks::<8>().0;
-            for (token, position) in self.arriving_from(rank, offer.args[0] as usize, arrivals)? {
-                let slots = &arrivals.slots[position * top_k..][..top_k];
-                scatter_weights(&routes[token * top_k..][..top_k], slots, arrivals, first_expert, &mut weights);
-            }
-        }
-        Ok(weights)
+    fn first_expert(&self) -> usize {
+        let group = &self.handle.group;
+        group.comm.rank * (group.experts / group.comm.ranks)
     }
 
     /// The memory that the operation uses.
@@ -403,31 +420,35 @@ impl Dispatch {
         self.lanes.iter().map(|lane| lane.row_bytes).sum()
     }
 
+    /// Bytes of a token's routes.
     fn route_bytes(&self) -> usize {
-        if self.weights.is_some() { self.tokens * self.handle.top_k * 8 } else { 0 }
+        if self.weights.is_some() { self.handle.top_k * ROUTE_BYTES } else { 0 }
     }
 
-    /// Offers the own rows of each lane, and behind them the routes.
-    fn stage_rows(&self, channel: &mut Channel) -> Outcome<()> {
-        let rows = self.tokens * self.row_bytes();
-        let bytes = rows + self.route_bytes();
+    /// Offers those of the own rows that are in `range`, lane by lane, and behind them their routes.
+    fn stage_rows(&self, channel: &mut Channel, range: Range<usize>) -> Outcome<()> {
+        let range = range.start.min(self.tokens)..range.end.min(self.tokens);
+        let rows = range.len() * self.row_bytes();
+        let bytes = rows + range.len() * self.route_bytes();
         let (mut rest, routes) = channel.stage(bytes)?.split_at_mut(rows);
         for lane in &self.lanes {
-            let (rows, behind) = rest.split_at_mut(self.tokens * lane.row_bytes);
-            lane.input.read(0, rows);
+            let (rows, behind) = rest.split_at_mut(range.len() * lane.row_bytes);
+            lane.input.read(range.start * lane.row_bytes, rows);
             rest = behind;
         }
-        self.stage_routes(routes);
+        self.stage_routes(routes, range);
         channel.exchange(&self.what, [self.tokens as u64, 0, 0, 0], bytes)
     }
 
-    /// In FWD, `top_k` pairs (expert, weight) a token.
-    fn stage_routes(&self, routes: &mut [u8]) {
+    /// In FWD, `top_k` pairs (expert, weight) for each token of `range`.
+    fn stage_routes(&self, routes: &mut [u8], range: Range<usize>) {
         if let Some((own, _, width)) = &self.weights {
-            let count = self.tokens * self.handle.top_k;
-            let experts = self.handle.memory.read_topk(count, *width, self.handle.group.experts);
-            let weights = own.view(0, count * 4).as_chunks::<4>().0;
-            for ((pair, expert), weight) in routes.as_chunks_mut::<8>().0.iter_mut().zip(experts).zip(weights) {
+            let top_k = self.handle.top_k;
+            let (first, count) = (range.start * top_k, range.len() * top_k);
+            let experts = self.handle.memory.read_topk(first, count, *width, self.handle.group.experts);
+            let weights = own.view(first * 4, count * 4).as_chunks::<4>().0;
+            for ((pair, expert), weight) in routes.as_chunks_mut::<ROUTE_BYTES>().0.iter_mut().zip(experts).zip(weights)
+            {
                 pair[..4].copy_from_slice(&expert.to_ne_bytes());
                 pair[4..].copy_from_slice(weight);
             }
@@ -454,7 +475,13 @@ impl Dispatch {
 }
 
 /// Puts a token's weights into the rows that it occupies; of duplicate experts the last weight counts.
-fn scatter_weights(route: &[[u8; 8]], slots: &[i32], arrivals: &Arrivals, first_expert: usize, weights: &mut [f32]) {
+fn scatter_weights(
+    route: &[[u8; ROUTE_BYTES]],
+    slots: &[i32],
+    arrivals: &Arrivals,
+    first_expert: usize,
+    weights: &mut [f32],
+) {
     for [a, b, c, d, w, x, y, z] in route {
         let expert = i64::from(i32::from_ne_bytes([*a, *b, *c, *d])) - first_expert as i64;
         let Ok(expert) = usize::try_from(expert) else { continue };

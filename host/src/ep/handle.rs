@@ -243,9 +243,9 @@ impl HandleMemory {
         bytes.as_chunks::<8>().0.iter().map(|value| i64::from_ne_bytes(*value)).collect()
     }
 
-    /// Reads cached indices; those outside `[0, experts)` come out as -1.
-    pub fn read_topk(&self, count: usize, width: usize, experts: usize) -> Vec<i32> {
-        let bytes = self.span.view(self.layout.topk, count * width);
+    /// Reads `count` cached indices from number `first`; those outside `[0, experts)` come out as -1.
+    pub fn read_topk(&self, first: usize, count: usize, width: usize, experts: usize) -> Vec<i32> {
+        let bytes = self.span.view(self.layout.topk + first * width, count * width);
         read_indices(bytes, width).map(|e| if (0..experts as i64).contains(&e) { e as i32 } else { -1 }).collect()
     }
 }
