@@ -13,6 +13,7 @@ use crate::channel::{Channel, Offer, PIECE_BYTES};
 use crate::dtype::{self, TokenType};
 use crate::ep::desc::{self, Place, Tensor, invalid};
 use crate::ep::dispatch::{check_limits, check_tokens};
+use crate::ep::group::Layout;
 use crate::ep::handle::{Arrivals, Handle};
 use crate::fault::{Fault, Outcome};
 use crate::memory::Span;
@@ -109,7 +110,11 @@ pub unsafe fn combine(
         let by_token = unsafe { Tensor::require(outputs.topk_weights, &group.comm, FUNCTION, "outputs.topk_weights") }?;
         by_row.expect_float()?;
         by_token.expect_float()?;
-        if by_row.vector()? != input_rows {
+        if handle.layout == Layout::Flat {
+            if by_row.matrix()? != (input_rows, handle.top_k) {
+                return Err(by_row.wrong(format!("must be [{input_rows}, {}]", handle.top_k)));
+            }
+        } else if by_row.vector()? != input_rows {
             return Err(by_row.wrong(format!("must have the {input_rows} rows of inputs.tokens")));
         }
         if !group.eager && input_rows > group.capacity {
@@ -326,7 +331,8 @@ impl Combine {
         let count: usize = blocks.iter().map(Range::len).sum();
         let (head, rows) = (ranks * BLOCK_BYTES, count * self.head_bytes());
         let bytes = head + rows + count * self.pair_bytes();
-        let first_expert = channel.rank() * arrivals.counts.len();
+        let group = &self.handle.group;
+        let first_expert = channel.rank() * (group.experts / ranks);
         let (table, rest) = channel.stage(bytes)?.split_at_mut(head);
         let (first, pairs) = rest.split_at_mut(rows);
         for (there, block) in table.as_chunks_mut::<BLOCK_BYTES>().0.iter_mut().zip(&blocks) {
@@ -363,10 +369,14 @@ impl Combine {
             }
         }
         if let Some((by_row, _, _)) = &self.weights {
-            for (pair, slot) in pairs.as_chunks_mut::<PAIR_BYTES>().0.iter_mut().zip(slots_of().flatten()) {
-                let (expert, gradient) = match usize::try_from(*slot) {
-                    Ok(row) => ((first_expert + arrivals.expert_of(*slot)) as i32, by_row.view(row * 4, 4)),
-                    Err(_) => (-1, &[0; 4][..]),
+            let flat = self.handle.layout == Layout::Flat;
+            let indices = blocks.iter().flat_map(|block| block.start * top_k..block.end * top_k);
+            for (pair, index) in pairs.as_chunks_mut::<PAIR_BYTES>().0.iter_mut().zip(indices) {
+                // The flat layout's gradients lie by token and expert, the expert-major one's by row.
+                let place = if flat { index } else { usize::try_from(arrivals.slots[index]).unwrap_or(0) };
+                let (expert, gradient) = match arrivals.expert(index) {
+                    Some(expert) => ((first_expert + expert) as i32, by_row.view(place * 4, 4)),
+                    None => (-1, &[0; 4][..]),
                 };
                 pair[..4].copy_from_slice(&expert.to_ne_bytes());
                 pair[4..].copy_from_slice(gradient);

@@ -8,6 +8,7 @@ use nvte_ep_bindings::*;
 use crate::channel::{Channel, PIECE_BYTES};
 use crate::dtype::{self, TokenType};
 use crate::ep::desc::{self, Place, Tensor, invalid};
+use crate::ep::group::Layout;
 use crate::ep::handle::{Arrivals, Handle, MAX_TOP_K};
 use crate::fault::{Fault, Outcome};
 use crate::graph;
@@ -32,9 +33,21 @@ struct Dispatch {
     /// Own tokens.
     tokens: usize,
     lanes: Vec<Lane>,
-    /// FWD: own weights, received weights, index width.
-    weights: Option<(Span, Span, usize)>,
+    /// FWD only.
+    weights: Option<Weights>,
     what: String,
+}
+
+/// The routing weights of a forward pass.
+struct Weights {
+    own: Span,
+    received: Span,
+    /// Flat layout: the experts that the received weights belong to.
+    experts: Option<Span>,
+    /// Whether these experts are numbered over the group rather than the rank.
+    global_ids: bool,
+    /// Bytes of an index in handle memory.
+    width: usize,
 }
 
 /// What a token tensor of either direction must fulfil; gives rows and bytes of a row.
@@ -100,7 +113,7 @@ pub fn check_limits(handle: &Handle, function: &str) -> Outcome<()> {
     if !handle.group.experts.is_multiple_of(4) {
         return Err(invalid(format!("{function}: num_experts {} is not a multiple of 4", handle.group.experts)));
     }
-    if handle.top_k > MAX_TOP_K && !handle.group.duplicates {
+    if handle.top_k > MAX_TOP_K && !handle.group.duplicates && handle.layout == Layout::ExpertMajor {
         return Err(invalid(format!("{function}: num_topk {} is larger than {MAX_TOP_K}", handle.top_k)));
     }
     Ok(())
@@ -126,7 +139,7 @@ pub unsafe fn dispatch(
     // SAFETY: passed on to the caller.
     let outputs = unsafe { desc::read_struct(outputs, FUNCTION) }?;
     // SAFETY: passed on to the caller.
-    let _ = unsafe { desc::read_optional(layout_info, FUNCTION) }?;
+    let info = unsafe { desc::read_optional(layout_info, FUNCTION) }?.unwrap_or_default();
     // SAFETY: passed on to the caller.
     let config = unsafe { desc::read_optional(config, FUNCTION) }?.unwrap_or_default();
     let forward = desc::is_forward(config.pass_direction, FUNCTION)?;
@@ -138,9 +151,17 @@ pub unsafe fn dispatch(
     if !quantised && (!inputs.scales.is_null() || !outputs.scales.is_null()) {
         return Err(invalid(format!("{FUNCTION}: scales are given without a quant_recipe")));
     }
-    if !outputs.topk_idx.is_null() {
-        return Err(invalid(format!("{FUNCTION}: outputs.topk_idx is given with the expert-major layout")));
+    let flat = handle.layout == Layout::Flat;
+    let gives_experts = flat && forward;
+    if !outputs.topk_idx.is_null() && !gives_experts {
+        let text = if flat { "in the backward pass" } else { "with the expert-major layout" };
+        return Err(invalid(format!("{FUNCTION}: outputs.topk_idx is given {text}")));
     }
+    let global_ids = match info.recv_topk_idx_kind {
+        NCCL_EP_EXPERT_ID_AUTO | NCCL_EP_EXPERT_ID_LOCAL => false,
+        NCCL_EP_EXPERT_ID_GLOBAL => true,
+        other => return Err(invalid(format!("{FUNCTION}: layout_info.recv_topk_idx_kind {other} is unknown"))),
+    };
     check_limits(&handle, FUNCTION)?;
 
     let require = |pointer: *mut ncclEpTensor_t, name: &str| {
@@ -203,13 +224,27 @@ pub unsafe fn dispatch(
         if own.matrix()? != (rows, handle.top_k) {
             return Err(own.wrong(format!("must be [{rows}, {}]", handle.top_k)));
         }
-        if there.vector()? < needed {
-            return Err(there.wrong(format!("must have at least {limit} = {needed} elements")));
+        let elements = if flat { there.matrix()?.0 } else { there.vector()? };
+        if elements < needed || (flat && there.shape[1] != handle.top_k) {
+            let columns = if flat { format!(" x {}", handle.top_k) } else { String::new() };
+            return Err(there.wrong(format!("must have at least {limit} = {needed}{columns} elements")));
         }
         if there.is_empty() != received.is_empty() {
             return Err(there.wrong(format!("must be empty if and only if outputs.tokens {:?} is", received.shape)));
         }
-        Some((own.span, there.span))
+        let experts = if flat {
+            let experts = require(outputs.topk_idx, "outputs.topk_idx")?;
+            let (rows, columns) = experts.matrix()?;
+            if experts.datatype != ncclInt64 || rows < needed || columns != handle.top_k {
+                let text = format!("must be int64 of at least {limit} = {needed} x {}", handle.top_k);
+                return Err(experts.wrong(text));
+            }
+            Some(experts.span)
+        } else {
+            None
+        };
+        let width = handle.prepared.lock().index_width;
+        Some(Weights { own: own.span, received: there.span, experts, global_ids, width })
     } else {
         if !inputs.topk_weights.is_null() || !outputs.topk_weights.is_null() {
             return Err(invalid(format!("{FUNCTION}: topk_weights are given in the backward pass")));
@@ -220,7 +255,6 @@ pub unsafe fn dispatch(
     if rows != prepared {
         return Err(tokens.wrong(format!("must have the {prepared} rows of UpdateHandle's topk_idx")));
     }
-    let width = handle.prepared.lock().index_width;
     let scales = pairs.get(1).map_or_else(String::new, |(scales, _)| {
         format!(", scales={} x {}", scales.shape[1], dtype::name(scales.datatype))
     });
@@ -232,13 +266,7 @@ pub unsafe fn dispatch(
         dtype::name(tokens.datatype),
         handle.top_k,
     );
-    let dispatch = Dispatch {
-        handle: Arc::clone(&handle),
-        tokens: rows,
-        lanes,
-        weights: weights.map(|(own, there)| (own, there, width)),
-        what,
-    };
+    let dispatch = Dispatch { handle: Arc::clone(&handle), tokens: rows, lanes, weights, what };
     group.line.enqueue(stream, |s| &s.dispatches, &dispatch.spans(), move |channel| dispatch.run(channel))?;
     Ok(())
 }
@@ -258,13 +286,19 @@ impl Dispatch {
                 lane.output.fill(padding.start * lane.row_bytes, padding.len() * lane.row_bytes, 0);
             }
         }
-        if let Some((_, there, _)) = &self.weights {
+        let Some(given) = &self.weights else { return Ok(()) };
+        let mut total = arrivals.received * self.handle.top_k;
+        if let Some(there) = &given.experts {
+            let first = if given.global_ids { self.first_expert() } else { 0 };
+            let experts = (0..total).map(|i| arrivals.expert(i).map_or(-1, |expert| (first + expert) as i64));
+            there.write(0, &experts.flat_map(i64::to_ne_bytes).collect::<Vec<u8>>());
+        } else {
             // Rows beyond the padded total keep what they held, but for DROP, and for duplicates, which go over them all.
             let all = group.drop || group.duplicates;
-            let total = if all { capacity } else { capacity.min(arrivals.total()) };
-            let bytes: Vec<u8> = weights[..total].iter().flat_map(|weight| weight.to_ne_bytes()).collect();
-            there.write(0, &bytes);
+            total = if all { capacity } else { capacity.min(arrivals.total()) };
         }
+        let bytes: Vec<u8> = weights[..total].iter().flat_map(|weight| weight.to_ne_bytes()).collect();
+        given.received.write(0, &bytes);
         Ok(())
     }
 
@@ -272,13 +306,13 @@ impl Dispatch {
     /// row.
     fn read_from_peers(&self, channel: &mut Channel, arrivals: &Arrivals, capacity: usize) -> Outcome<Vec<f32>> {
         let group = &self.handle.group;
-        if group.drop && !group.duplicates {
+        if group.drop && !group.duplicates && self.handle.layout == Layout::ExpertMajor {
             for lane in &self.lanes {
                 lane.output.fill(0, capacity * lane.row_bytes, 0);
             }
         }
         let top_k = self.handle.top_k;
-        let mut weights = vec![0f32; capacity];
+        let mut weights = self.no_weights(arrivals, capacity);
         let piece = (PIECE_BYTES / (self.row_bytes() + self.route_bytes())).max(1);
         let mut first = 0;
         loop {
@@ -309,7 +343,7 @@ impl Dispatch {
                     }
                     if self.weights.is_some() {
                         let route = &routes[(token - first) * top_k..][..top_k];
-                        scatter_weights(route, slots, arrivals, self.first_expert(), &mut weights);
+                        self.scatter_weights(route, position, arrivals, &mut weights);
                     }
                 }
             }
@@ -355,7 +389,7 @@ impl Dispatch {
             }
         }
         let top_k = self.handle.top_k;
-        let mut weights = vec![0f32; capacity];
+        let mut weights = self.no_weights(arrivals, capacity);
         for rank in 0..ranks {
             let offer = channel.offer(rank)?;
             let routes = offer.bytes[offer.args[1] as usize * 4..].as_chunks::<ROUTE_BYTES>().0;
@@ -363,9 +397,8 @@ impl Dispatch {
             // Fails where the tokens that peers sent are not those that the routing expects.
             let arriving = self.arriving_from(rank, offer.args[0] as usize, all, arrivals)?;
             for (token, position) in arriving.into_iter().filter(|_| self.weights.is_some()) {
-                let slots = &arrivals.slots[position * top_k..][..top_k];
                 let route = &routes[token * top_k..][..top_k];
-                scatter_weights(route, slots, arrivals, self.first_expert(), &mut weights);
+                self.scatter_weights(route, position, arrivals, &mut weights);
             }
         }
         channel.exchange(&format!("{}: rows written", self.what), [0; 4], 0)?;
@@ -411,7 +444,8 @@ impl Dispatch {
     /// The memory that the operation uses.
     fn spans(&self) -> Vec<Span> {
         let lanes = self.lanes.iter().flat_map(|lane| [lane.input, lane.output]);
-        let weights = self.weights.iter().flat_map(|(own, there, _)| [*own, *there]);
+        let weights =
+            self.weights.iter().flat_map(|weights| [weights.own, weights.received].into_iter().chain(weights.experts));
         lanes.chain(weights).chain([self.handle.memory.span]).collect()
     }
 
@@ -442,7 +476,7 @@ impl Dispatch {
 
     /// In FWD, `top_k` pairs (expert, weight) for each token of `range`.
     fn stage_routes(&self, routes: &mut [u8], range: Range<usize>) {
-        if let Some((own, _, width)) = &self.weights {
+        if let Some(Weights { own, width, .. }) = &self.weights {
             let top_k = self.handle.top_k;
             let (first, count) = (range.start * top_k, range.len() * top_k);
             let experts = self.handle.memory.read_topk(first, count, *width, self.handle.group.experts);
@@ -472,25 +506,28 @@ impl Dispatch {
         );
         Fault::both(cudaErrorIllegalAddress, ncclInvalidUsage, text)
     }
-}
 
-/// Puts a token's weights into the rows that it occupies; of duplicate experts the last weight counts.
-fn scatter_weights(
-    route: &[[u8; ROUTE_BYTES]],
-    slots: &[i32],
-    arrivals: &Arrivals,
-    first_expert: usize,
-    weights: &mut [f32],
-) {
-    for [a, b, c, d, w, x, y, z] in route {
-        let expert = i64::from(i32::from_ne_bytes([*a, *b, *c, *d])) - first_expert as i64;
-        let Ok(expert) = usize::try_from(expert) else { continue };
-        if expert >= arrivals.counts.len() {
-            continue;
-        }
-        let zone = arrivals.bases[expert]..arrivals.bases[expert + 1];
-        if let Some(slot) = slots.iter().find(|slot| zone.contains(&i64::from(**slot))) {
-            weights[*slot as usize] = f32::from_ne_bytes([*w, *x, *y, *z]);
+    /// Room for the received weights: by row, in the flat layout by token and expert.
+    fn no_weights(&self, arrivals: &Arrivals, capacity: usize) -> Vec<f32> {
+        let flat = self.handle.layout == Layout::Flat;
+        vec![0f32; if flat { arrivals.received * self.handle.top_k } else { capacity }]
+    }
+
+    /// Puts the weights of a received token where they belong; of duplicate experts the last weight counts.
+    fn scatter_weights(&self, route: &[[u8; ROUTE_BYTES]], position: usize, arrivals: &Arrivals, weights: &mut [f32]) {
+        let first_expert = self.first_expert() as i64;
+        let top_k = self.handle.top_k;
+        let own = position * top_k..(position + 1) * top_k;
+        for [a, b, c, d, w, x, y, z] in route {
+            let expert = i64::from(i32::from_ne_bytes([*a, *b, *c, *d])) - first_expert;
+            let Ok(expert) = usize::try_from(expert) else { continue };
+            if let Some(index) = own.clone().find(|index| arrivals.expert(*index) == Some(expert)) {
+                let place = match self.handle.layout {
+                    Layout::Flat => index,
+                    Layout::ExpertMajor => arrivals.slots[index] as usize,
+                };
+                weights[place] = f32::from_ne_bytes([*w, *x, *y, *z]);
+            }
         }
     }
 }
