@@ -64,6 +64,8 @@ typedef void *cudaGraphExec_t;
  */
 typedef void (*cudaHostFn_t)(void *userData);
 
+typedef unsigned int cudaGraphExecUpdateResult;
+
 #define cudaSuccess 0
 
 #define cudaErrorInvalidValue 1
@@ -631,6 +633,24 @@ typedef void (*cudaHostFn_t)(void *userData);
 #define cudaDevAttrOnlyPartialHostNativeAtomicSupported 147
 
 #define cudaDevAttrMax 148
+
+#define cudaGraphExecUpdateSuccess 0
+
+#define cudaGraphExecUpdateError 1
+
+#define cudaGraphExecUpdateErrorTopologyChanged 2
+
+#define cudaGraphExecUpdateErrorNodeTypeChanged 3
+
+#define cudaGraphExecUpdateErrorFunctionChanged 4
+
+#define cudaGraphExecUpdateErrorParametersChanged 5
+
+#define cudaGraphExecUpdateErrorNotSupported 6
+
+#define cudaGraphExecUpdateErrorUnsupportedFunctionChange 7
+
+#define cudaGraphExecUpdateErrorAttributesChanged 8
 
 #ifdef __cplusplus
 extern "C" {

@@ -207,8 +207,11 @@ impl Group {
                 return Err(invalid(text));
             }
             let label = format!("EP group of {} ranks", channel.ranks());
-            channel.split(FUNCTION, label)
+            let all: Vec<usize> = (0..channel.ranks()).collect();
+            channel.split(FUNCTION, &all, label)
         })?;
+        // Every rank is a member.
+        let channel = channel.ok_or_else(|| Fault::nccl(ncclInternalError, format!("{FUNCTION}: no channel")))?;
         let allocator = match (config.alloc.alloc_fn, config.alloc.free_fn) {
             (Some(alloc), Some(free)) => Some(Allocator { alloc, free, context: config.alloc.context as usize }),
             _ => None,
