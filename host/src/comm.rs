@@ -85,6 +85,7 @@ impl Line {
                 enqueue: Arc::new(move |stream, after| state.push(stream, after, counter, Arc::clone(&run))),
                 spans: spans.to_vec(),
                 breaker: Some(self.0.breaker.clone()),
+                memory: None,
             }
         };
         if graph::record(stream, action)? {
