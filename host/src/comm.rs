@@ -19,6 +19,7 @@ use crate::device::{self, Device};
 use crate::dtype::{self, Reduction};
 use crate::fault::{Fault, Outcome};
 use crate::graph::{self, Action};
+use crate::inject;
 use crate::memory::{self, Span};
 use crate::stats::{self, Counters};
 use crate::stream::{Point, Stream};
@@ -941,6 +942,7 @@ impl Creation {
     fn create(&self) -> Outcome<usize> {
         let path = rendezvous_path(&self.id)?;
         let (rank, ranks) = (self.rank as usize, self.ranks as usize);
+        inject::note_rank(self.device.ordinal, rank);
         let label = format!("communicator of {ranks} ranks");
         Ok(Comm::keep(Channel::meet(&path, rank, ranks, label)?, self.device))
     }

@@ -15,6 +15,7 @@ use crate::comm;
 use crate::device::{self, Device};
 use crate::fault::{Fault, Outcome, contain, report};
 use crate::graph;
+use crate::inject;
 use crate::stream;
 
 thread_local! {
@@ -34,6 +35,7 @@ fn runtime(work: impl FnOnce(&'static Device) -> Outcome<()>) -> cudaError_t {
 fn runtime_query(work: impl FnOnce() -> Outcome<()>) -> cudaError_t {
     let code = code_of(|| {
         refuse_on_worker()?;
+        inject::at_entry(&work)?;
         work()
     });
     if code != cudaSuccess {
@@ -46,6 +48,7 @@ fn runtime_query(work: impl FnOnce() -> Outcome<()>) -> cudaError_t {
 fn driver(work: impl FnOnce() -> Outcome<()>) -> CUresult {
     code_of(|| {
         refuse_on_worker()?;
+        inject::at_entry(&work)?;
         if !device::driver_ready() {
             return Err(Fault::cuda(CUDA_ERROR_NOT_INITIALIZED, "cuInit was not called"));
         }
@@ -71,6 +74,7 @@ fn code_of(work: impl FnOnce() -> Outcome<()>) -> cudaError_t {
 fn nccl(work: impl FnOnce() -> Outcome<()>) -> ncclResult_t {
     let done = contain(|| {
         refuse_on_worker()?;
+        inject::at_entry(&work)?;
         work()
     });
     match done {

@@ -387,8 +387,20 @@ pub fn spawn_rank_with(
 
 /// Runs all ranks as processes and returns their stderr; ranks in `may_fail` may end in any way.
 pub fn run_processes(entry: &str, ranks: usize, timeout_ms: u32, may_fail: &[usize]) -> Vec<String> {
-    let id = unique_id();
-    let children: Vec<_> = (0..ranks).map(|rank| spawn_rank(entry, &id, rank, ranks, timeout_ms)).collect();
+    run_processes_with(entry, ranks, timeout_ms, may_fail, &[])
+}
+
+/// As [`run_processes`], with more environment variables.
+pub fn run_processes_with(
+    entry: &str,
+    ranks: usize,
+    timeout_ms: u32,
+    may_fail: &[usize],
+    variables: &[(&str, &str)],
+) -> Vec<String> {
+    let id = hex(&unique_id());
+    let spawn = |rank| spawn_rank_with(entry, &id, rank, ranks, timeout_ms, variables);
+    let children: Vec<_> = (0..ranks).map(spawn).collect();
     let outputs: Vec<_> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
     let mut errors = Vec::new();
     for (rank, output) in outputs.into_iter().enumerate() {
