@@ -256,7 +256,7 @@ TEST(Handles, MovedMemoryOf32BitIndices) {
   DeviceBuffer<std::uint8_t> elsewhere(layer.memory().Download());
   const Tensor mem = elsewhere.View({elsewhere.size()});
   step.UseHandle(layer.HandleOver(mem));
-  layer.memory().Clear();
+  TEST_CUDA(cudaMemset(layer.memory().data(), kUnwritten, layer.memory().size()));
   step.Dispatch();
   step.CheckReceived();
   step.Combine();
