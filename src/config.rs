@@ -11,6 +11,16 @@ pub const MAX_TOP_K: u32 = 32;
 /// Most local experts of a rank that NCCL EP's expert-major path takes (nccl_ep 0.1.0).
 pub const MAX_LOCAL_EXPERTS: u32 = 256;
 
+/// Most rows of one token on one rank in zero-copy groups: NCCL EP's kernel that sums them in place traps beyond
+/// (nccl_ep 0.1.0).
+pub const MAX_DUPLICATES: u32 = 8;
+
+/// Most receive rows in zero-copy groups: NCCL EP's duplicate tables number rows by 22 bits (nccl_ep 0.1.0).
+const MAX_ZERO_COPY_ROWS: u32 = 1 << 22;
+
+/// Most ranks of a zero-copy group: the size of NCCL EP's duplicate tables (nccl_ep 0.1.0).
+const MAX_ZERO_COPY_RANKS: u32 = 128;
+
 /// What tokens can be made of.
 const TOKEN_DTYPES: [DType; 5] =
     [DType::Float32, DType::Float16, DType::BFloat16, DType::Float8E4M3, DType::Float8E5M2];
@@ -77,6 +87,10 @@ pub struct Dialect {
     pub sm_field: &'static str,
     /// The name of the argument that configures a layer.
     pub layer_argument: &'static str,
+    /// How `num_topk` is given: a field of the configuration, or an option.
+    pub num_topk: &'static str,
+    /// How dropping is asked for.
+    pub overflow: &'static str,
     /// Whether `max_recv_tokens_per_rank` = 0 asks for eager mode.
     pub eager: bool,
     /// How many handles are kept unless `NVTE_EP_HANDLE_CACHE_SIZE` says otherwise.
@@ -85,11 +99,23 @@ pub struct Dialect {
 
 impl Dialect {
     /// The register_layer ABI.
-    pub const REGISTER_LAYER: Self =
-        Self { sm_field: "max_num_sms", layer_argument: "layer_config", eager: false, default_handle_limit: 8192 };
+    pub const REGISTER_LAYER: Self = Self {
+        sm_field: "max_num_sms",
+        layer_argument: "layer_config",
+        num_topk: "option num_topk",
+        overflow: "option overflow",
+        eager: false,
+        default_handle_limit: 8192,
+    };
     /// TransformerEngine's ABI since 2.19.
-    pub const TE: Self =
-        Self { sm_field: "num_comm_sms", layer_argument: "layer_cfg", eager: true, default_handle_limit: 4096 };
+    pub const TE: Self = Self {
+        sm_field: "num_comm_sms",
+        layer_argument: "layer_cfg",
+        num_topk: "group_config.num_topk",
+        overflow: "group_config.drop_on_overflow",
+        eager: true,
+        default_handle_limit: 4096,
+    };
 }
 
 /// What a group is.
@@ -264,7 +290,10 @@ impl GroupConfig {
         }
         if let Some(num_topk) = self.num_topk.filter(|top_k| *top_k > MAX_TOP_K.min(self.num_experts)) {
             let required = format!("must be at most {} experts per token", MAX_TOP_K.min(self.num_experts));
-            return Err(Error::argument(field("num_topk"), required, num_topk));
+            return Err(Error::argument(self.dialect.num_topk, required, num_topk));
+        }
+        if self.transfer == Transfer::ZeroCopy {
+            self.check_zero_copy()?;
         }
         let bytes = self.max_token_bytes();
         if !bytes.is_multiple_of(16) || u32::try_from(bytes).is_err() {
@@ -298,6 +327,28 @@ impl GroupConfig {
         }
     }
 
+    /// The rules of zero-copy groups, whose kernels write a token's duplicates (NCCL EP's LocalDup mode).
+    fn check_zero_copy(&self) -> Result<()> {
+        let zero_copy = "in zero-copy groups";
+        if !self.local_experts().is_power_of_two() {
+            let required = format!("must give every rank a power of two of experts {zero_copy}");
+            let found = format!("{} experts a rank", self.local_experts());
+            return Err(Error::argument(field("num_experts"), required, found)
+                .with_remedy("add experts that no token is routed to, or set zero_copy = 0"));
+        }
+        if self.ep_size > MAX_ZERO_COPY_RANKS {
+            let required = format!("must be at most {MAX_ZERO_COPY_RANKS} {zero_copy}");
+            return Err(Error::argument(field("ep_size"), required, self.ep_size));
+        }
+        match self.recv_capacity {
+            RecvCapacity::Fixed(rows) if rows > MAX_ZERO_COPY_ROWS => {
+                let required = format!("must be at most {MAX_ZERO_COPY_ROWS} {zero_copy}");
+                Err(Error::argument(field("max_recv_tokens_per_rank"), required, rows))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// The rules of eager mode.
     fn check_eager(&self) -> Result<()> {
         let eager = "in eager mode (max_recv_tokens_per_rank = 0)";
@@ -305,15 +356,12 @@ impl GroupConfig {
             return Err(Error::argument(field("zero_copy"), format!("must be 0 {eager}"), 1));
         }
         if self.overflow == Overflow::Drop {
-            return Err(Error::argument(
-                field("drop_on_overflow"),
-                format!("must be 0 {eager}, which has no capacity"),
-                1,
-            ));
+            let required = format!("must not ask for dropping {eager}, which has no capacity");
+            return Err(Error::argument(self.dialect.overflow, required, "drop"));
         }
         if self.num_topk.is_none() {
             let required = format!("must be the largest top_k of any layer {eager}");
-            return Err(Error::argument(field("num_topk"), required, 0));
+            return Err(Error::argument(self.dialect.num_topk, required, 0));
         }
         if u32::try_from(self.internal_rows()).is_err() {
             let required = format!("must make ep_size * max_tokens_per_rank * num_topk fit 32 bits {eager}");
@@ -386,11 +434,38 @@ impl LayerConfig {
             Some(num_topk) => (num_topk, "num_topk"),
             None => (group.num_experts, "num_experts"),
         };
-        if self.top_k <= most {
-            return Ok(());
+        let argument = |name| format!("{}.{name}", group.dialect.layer_argument);
+        if self.top_k > most {
+            let required = format!("must be at most the group's {what}, {most}");
+            return Err(Error::argument(argument("top_k"), required, self.top_k));
         }
-        let argument = format!("{}.top_k", group.dialect.layer_argument);
-        Err(Error::argument(argument, format!("must be at most the group's {what}, {most}"), self.top_k))
+        if group.transfer == Transfer::ZeroCopy {
+            self.check_zero_copy(group, argument)?;
+        }
+        Ok(())
+    }
+
+    fn check_zero_copy(&self, group: &GroupConfig, argument: impl Fn(&'static str) -> String) -> Result<()> {
+        let duplicates = self.top_k.min(group.local_experts());
+        if duplicates > MAX_DUPLICATES {
+            let required =
+                format!("must give a token at most {MAX_DUPLICATES} experts on one rank in zero-copy groups");
+            let found = format!("top_k {} with {} experts a rank", self.top_k, group.local_experts());
+            return Err(Error::argument(argument("top_k"), required, found).with_remedy("set zero_copy = 0"));
+        }
+        // The kernel that clears the padding does not stop at the capacity (nccl_ep 0.1.0).
+        match group.recv_capacity {
+            RecvCapacity::Fixed(rows)
+                if group.overflow == Overflow::Drop && !rows.is_multiple_of(self.alignment.tokens()) =>
+            {
+                let required = format!(
+                    "must divide max_recv_tokens_per_rank, {rows}, in zero-copy groups that drop what exceeds it"
+                );
+                let name = argument("dispatch_output_per_expert_alignment");
+                Err(Error::argument(name, required, self.alignment.tokens()))
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -460,7 +535,15 @@ pub(crate) mod tests {
                 "group_config.allow_handle_mem_reloc must be 0 or 1 (1 = rebuild), got 2",
             ),
             (|r| r.num_topk = -1, "group_config.num_topk must be 0 (not said) or more, got -1"),
-            (|r| r.num_topk = 17, "group_config.num_topk must be at most 16 experts per token, got 17"),
+            (|r| r.num_topk = 17, "option num_topk must be at most 16 experts per token, got 17"),
+            (
+                |r| (r.zero_copy, r.num_experts) = (1, 12),
+                "must give every rank a power of two of experts in zero-copy groups, got 3 experts a rank",
+            ),
+            (
+                |r| (r.zero_copy, r.max_recv_tokens_per_rank) = (1, (1 << 22) + 1),
+                "max_recv_tokens_per_rank must be at most 4194304 in zero-copy groups, got 4194305",
+            ),
             (|r| r.drop_on_overflow = -1, "group_config.drop_on_overflow must be 0 or 1 (1 = drop), got -1"),
             (|r| r.zero_copy = 2, "group_config.zero_copy must be 0 or 1 (1 = payloads lie in windows), got 2"),
         ];
@@ -480,7 +563,7 @@ pub(crate) mod tests {
         assert_eq!((config.recv_capacity, config.internal_rows()), (RecvCapacity::Eager, 4 * 64 * 8));
         let cases: &[(Change, &str)] = &[
             (|r| r.zero_copy = 1, "group_config.zero_copy must be 0 in eager mode"),
-            (|r| r.drop_on_overflow = 1, "group_config.drop_on_overflow must be 0 in eager mode"),
+            (|r| r.drop_on_overflow = 1, "group_config.drop_on_overflow must not ask for dropping in eager mode"),
             (|r| r.num_topk = 0, "group_config.num_topk must be the largest top_k of any layer in eager mode"),
             (|r| r.max_tokens_per_rank = i32::MAX, "fit 32 bits in eager mode"),
             (|r| r.max_num_sms = -2, "group_config.num_comm_sms must be 0 (automatic) or more, got -2"),
@@ -491,6 +574,28 @@ pub(crate) mod tests {
             let text = GroupConfig::try_from(request).unwrap_err().to_string();
             assert!(text.contains(expected), "{text:?} lacks {expected:?}");
         }
+    }
+
+    #[test]
+    fn layers_of_zero_copy_groups() {
+        let request = GroupRequest { zero_copy: 1, num_experts: 64, max_recv_tokens_per_rank: 520, ..REQUEST };
+        let group = GroupConfig::try_from(request).unwrap();
+        LayerConfig::parse("layer_config", 8, 128).unwrap().check_against(&group).unwrap();
+        let text = LayerConfig::parse("layer_config", 9, 0).unwrap().check_against(&group).unwrap_err().to_string();
+        assert_eq!(
+            text,
+            "layer_config.top_k must give a token at most 8 experts on one rank in zero-copy groups, got top_k 9 with 16 \
+             experts a rank; set zero_copy = 0"
+        );
+        let staged = GroupConfig::try_from(GroupRequest { zero_copy: 0, ..request }).unwrap();
+        LayerConfig::parse("layer_config", 9, 0).unwrap().check_against(&staged).unwrap();
+        // Few experts a rank cannot give a token more duplicates than there are.
+        let narrow = GroupConfig::try_from(GroupRequest { zero_copy: 1, num_experts: 32, ..REQUEST }).unwrap();
+        LayerConfig::parse("layer_config", 16, 0).unwrap().check_against(&narrow).unwrap();
+        let drop = GroupConfig::try_from(GroupRequest { drop_on_overflow: 1, ..request }).unwrap();
+        LayerConfig::parse("layer_config", 2, 8).unwrap().check_against(&drop).unwrap();
+        let text = LayerConfig::parse("layer_config", 2, 16).unwrap().check_against(&drop).unwrap_err().to_string();
+        assert!(text.contains("alignment must divide max_recv_tokens_per_rank, 520, in zero-copy groups"), "{text}");
     }
 
     #[test]

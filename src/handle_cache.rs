@@ -125,6 +125,19 @@ impl<H> HandleCache<H> {
         gone.into_iter().map(|(_, entry)| entry.handle).collect()
     }
 
+    /// Remembers the step's total of whoever prepared `memory` last, if that is known.
+    pub fn note_total(&mut self, memory: u64, total: u64) {
+        let owner = self.owners.get(&memory).and_then(|key| self.entries.peek_mut(key));
+        if let Some(prepared) = owner.filter(|entry| entry.memory == memory).and_then(|entry| entry.prepared.as_mut()) {
+            prepared.recv_total = Some(total);
+        }
+    }
+
+    /// The layers of all handles.
+    pub fn layers(&self) -> impl Iterator<Item = LayerConfig> {
+        self.entries.iter().map(|(_, entry)| entry.layer)
+    }
+
     /// All handles, for tear-down.
     pub fn into_handles(self) -> impl Iterator<Item = H> {
         self.entries.into_iter().map(|(_, entry)| entry.handle)
@@ -180,6 +193,9 @@ mod tests {
             cache.start_prepare(key).unwrap().prepared = prepared;
         }
         assert_eq!((cache.prepared(KEY, 0x100), cache.prepared(other, 0x100)), (None, prepared));
+        cache.note_total(0x100, 77);
+        cache.note_total(0x200, 78);
+        assert_eq!(cache.prepared(other, 0x100).unwrap().recv_total, Some(77));
         cache.start_prepare(KEY).unwrap();
         assert_eq!((cache.prepared(KEY, 0x100), cache.prepared(other, 0x100)), (None, None));
     }

@@ -9,9 +9,12 @@
 //! | [`error`] | the one error type; its text is the text of the C++ exception |
 //! | [`env`](mod@env) | every environment variable |
 //! | [`config`] | validated configuration of groups and layers |
+//! | [`options`] | what a group can be told beyond its configuration |
 //! | [`dtype`], [`tensor`] | data types; a tensor's type, shape and place |
 //! | [`ops`] | the per-step operations: arguments by name and their checks |
 //! | [`backend`] | the EP group of each device: initialize, shutdown, and the operations |
+//! | [`memory`] | what a group's device memory amounts to |
+//! | [`symm_pool`] | which bytes of which segment of symmetric memory are taken |
 //! | [`handle_cache`] | which NCCL EP handle serves which layer |
 //! | `stamp` | what a piece of handle memory says of itself |
 //! | `desc` | from tensors to NCCL EP's descriptors |
@@ -31,8 +34,11 @@ pub mod error;
 pub mod ffi;
 pub mod handle_cache;
 mod log;
+pub mod memory;
 pub mod ops;
+pub mod options;
 mod preflight;
 mod stamp;
+pub mod symm_pool;
 pub mod sys;
 pub mod tensor;

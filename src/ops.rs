@@ -7,7 +7,7 @@
 //! step's total.
 #![forbid(unsafe_code)]
 
-use crate::config::{GroupConfig, LayerConfig, RecvCapacity, Transfer};
+use crate::config::{Dialect, GroupConfig, LayerConfig, RecvCapacity, Transfer};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::{Shape, TensorView};
@@ -74,10 +74,42 @@ pub struct DispatchBwd {
 /// Arguments of the gradient of combine.
 #[derive(Debug, Clone, Copy)]
 pub struct CombineBwd {
-    /// `[T, H]`: gradient of `result`.
+    /// `[T, H]`: gradient of `result`; may be MXFP8.
     pub grad: TensorView,
     /// `[C, H]`; receives the gradient of `expert_out`, zeroes in the padding.
     pub grad_expert_out: TensorView,
+}
+
+/// A call's tensors that may lie in symmetric memory.
+pub trait Payloads {
+    /// All of them; first the rows that peers reach in zero-copy groups. The others are this rank's alone.
+    fn payloads(&mut self) -> [Option<&mut TensorView>; 4];
+}
+
+impl Payloads for Dispatch {
+    fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
+        let (weights, recv_weights) = (self.topk_weights.as_mut(), self.recv_topk_weights.as_mut());
+        [Some(&mut self.recv_tokens), Some(&mut self.tokens), weights, recv_weights]
+    }
+}
+
+impl Payloads for Combine {
+    fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
+        [Some(&mut self.expert_out), Some(&mut self.result), None, None]
+    }
+}
+
+impl Payloads for DispatchBwd {
+    fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
+        let (recv_weights, weights) = (self.g_recv_topk_weights.as_mut(), self.grad_topk_weights.as_mut());
+        [Some(&mut self.grad), Some(&mut self.grad_tokens), recv_weights, weights]
+    }
+}
+
+impl Payloads for CombineBwd {
+    fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
+        [Some(&mut self.grad_expert_out), Some(&mut self.grad), None, None]
+    }
 }
 
 impl Prepare {
@@ -226,10 +258,13 @@ impl CombineBwd {
     /// # Errors
     /// The first broken rule.
     pub fn check(mut self, group: &GroupConfig, prepared: Prepared) -> Result<Self> {
-        let width = require_source_rows(&self.grad, group, prepared)?;
-        require_plain(&self.grad_expert_out)?;
+        let width = match self.grad.scales {
+            None => require_source_rows(&self.grad, group, prepared)?,
+            Some(_) => require_mxfp8_source(&self.grad, group, prepared)?,
+        };
         require_recv_rows(&mut self.grad_expert_out, width, group, prepared, Side::Written)?;
         self.grad_expert_out.require_dtype_of(&self.grad)?;
+        require_same_scaling(&self.grad, &mut self.grad_expert_out, group)?;
         Ok(self)
     }
 }
@@ -255,7 +290,7 @@ fn require_plain(tensor: &TensorView) -> Result<()> {
     if tensor.scales.is_none() {
         return Ok(());
     }
-    let required = "must be unscaled (NVTE_DELAYED_TENSOR_SCALING); only dispatch moves scaled rows";
+    let required = "must be unscaled (NVTE_DELAYED_TENSOR_SCALING); scaled rows are moved, not summed";
     Err(Error::argument(tensor.name, required, "MXFP8"))
 }
 
@@ -280,10 +315,12 @@ fn require_source_rows(tensor: &TensorView, group: &GroupConfig, prepared: Prepa
 const MXFP8_BLOCK: usize = 32;
 
 /// The argument name of a tensor's scales.
-const fn scales_name(tensor: &TensorView) -> &'static str {
+pub(crate) const fn scales_name(tensor: &TensorView) -> &'static str {
     match tensor.name.as_bytes() {
         b"tokens" => "tokens.rowwise_scale_inv",
         b"recv_tokens" => "recv_tokens.rowwise_scale_inv",
+        b"grad" => "grad.rowwise_scale_inv",
+        b"grad_expert_out" => "grad_expert_out.rowwise_scale_inv",
         _ => "rowwise_scale_inv",
     }
 }
@@ -324,10 +361,11 @@ fn require_same_scaling(tokens: &TensorView, recv: &mut TensorView, group: &Grou
         if tokens.scales.is_none() {
             return Ok(());
         }
-        return Err(Error::argument(recv.name, "must be MXFP8 (NVTE_MXFP8_1D_SCALING), as tokens is", "unscaled"));
+        let required = format!("must be MXFP8 (NVTE_MXFP8_1D_SCALING), as {} is", tokens.name);
+        return Err(Error::argument(recv.name, required, "unscaled"));
     };
     if tokens.scales.is_none() {
-        return Err(Error::argument(recv.name, "must be unscaled, as tokens is", "MXFP8"));
+        return Err(Error::argument(recv.name, format!("must be unscaled, as {} is", tokens.name), "MXFP8"));
     }
     let (rows, width) = recv.matrix("[recv_T, hidden_dim]")?;
     let (scale_rows, _) = scales.matrix("[recv_T, hidden_dim / 32]")?;
@@ -338,24 +376,27 @@ fn require_same_scaling(tokens: &TensorView, recv: &mut TensorView, group: &Grou
     let scales = scales.first_rows(rows);
     require_scales(&scales, rows, width)?;
     if recv.window.is_some() != scales.window.is_some() {
-        let required = "must have its window exactly if recv_tokens has one";
-        return Err(Error::argument(
-            "recv_tokens_win.scale_window",
-            required,
-            if scales.window.is_some() { "one" } else { "NULL" },
-        ));
+        let found = if scales.window.is_some() { "one" } else { "NULL" };
+        return Err(scale_window(&scales, "must be a window exactly if the rows have one", found, group));
     }
     if group.transfer == Transfer::ZeroCopy && scales.window.is_none() {
-        return Err(Error::argument(
-            "recv_tokens_win.scale_window",
-            "must be a window, since the group is zero-copy",
-            "NULL",
-        ));
+        return Err(scale_window(&scales, "must be a window, since the group is zero-copy", "NULL", group));
     }
     if let Some(kept) = &mut recv.scales {
         kept.shape = scales.shape;
     }
     Ok(())
+}
+
+/// Scales that lie, or do not lie, in a window against a rule.
+fn scale_window(scales: &TensorView, required: &str, found: &str, group: &GroupConfig) -> Error {
+    if group.dialect == Dialect::REGISTER_LAYER {
+        // Its window structure has no place for the scales' window, which is looked up by their address.
+        let required = "must lie in memory of nvte_ep_ext_symm_alloc or nvte_ep_ext_window_register exactly if \
+                        the rows have a window";
+        return Error::argument(scales.name, required, format!("address {:#x}", scales.data));
+    }
+    Error::argument(scales.window_field("window"), required, found)
 }
 
 /// No row may be longer than the staging buffers' rows.
@@ -401,7 +442,7 @@ fn require_recv_rows(
     if group.transfer == Transfer::ZeroCopy && tensor.window.is_none() {
         let use_ = if side == Side::Written { "written" } else { "read" };
         return Err(Error::argument(
-            format!("{}_win.window", tensor.name),
+            tensor.window_field("window"),
             format!("must be a window, since the group is zero-copy and peers' rows are {use_} in place"),
             "NULL",
         ));
@@ -727,7 +768,7 @@ mod tests {
                 ),
                 (
                     |c| c.expert_out = mxfp8("expert_out", &[512, 512], &[512, 16]),
-                    "expert_out must be unscaled (NVTE_DELAYED_TENSOR_SCALING); only dispatch moves scaled rows, got MXFP8",
+                    "expert_out must be unscaled (NVTE_DELAYED_TENSOR_SCALING); scaled rows are moved, not summed, got MXFP8",
                 ),
                 (|c| c.result.data = 8, "result must start at a multiple of 16 bytes"),
             ],
@@ -765,6 +806,14 @@ mod tests {
                 (
                     |c| c.grad = view("grad", DType::BFloat16, &[11, 512]),
                     "grad must have as many rows as the prepared topk_idx, 10, got [11, 512]",
+                ),
+                (
+                    |c| c.grad_expert_out = mxfp8("grad_expert_out", &[512, 512], &[512, 16]),
+                    "grad_expert_out must have the dtype of grad, bfloat16, got float8_e4m3",
+                ),
+                (
+                    |c| c.grad = mxfp8("grad", &[10, 544], &[10, 17]),
+                    "grad must have a row width that is a multiple of 512 in MXFP8, got 544 elements, so rows of 17 scales",
                 ),
                 (
                     |c| c.grad_expert_out.dtype = DType::Float32,

@@ -1,6 +1,8 @@
 //! What would make the libraries below abort, exit or hang, looked at before they are asked.
 
+use crate::config::GroupConfig;
 use crate::error::{Error, Result};
+use crate::options::Options;
 use crate::sys::nccl::{CommFacts, version_text};
 use crate::sys::{Base, NcclEpLibrary, ancestors, cuda::DeviceFacts, site_packages};
 use std::ffi::OsString;
@@ -93,7 +95,7 @@ pub(crate) fn host_id() -> u64 {
 ///
 /// # Errors
 /// An explicit cap that breaks this, or that is beyond a device's count.
-pub(crate) fn sm_cap(field: &str, requested: Option<u32>, places: &[Place]) -> Result<u32> {
+pub(crate) fn sm_cap(argument: &str, requested: Option<u32>, places: &[Place]) -> Result<u32> {
     let most = places.iter().map(|place| place.sm_count / sharing(places, place)).min().unwrap_or(AUTO_SMS);
     let Some(requested) = requested else { return Ok(AUTO_SMS.min(most).max(1)) };
     if requested <= most {
@@ -102,7 +104,7 @@ pub(crate) fn sm_cap(field: &str, requested: Option<u32>, places: &[Place]) -> R
     let busiest =
         places.iter().max_by_key(|place| sharing(places, place)).map_or((0, 0), |p| (p.sm_count, sharing(places, p)));
     Err(Error::argument(
-        format!("group_config.{field}"),
+        argument,
         format!("must be at most {most} where {} of the ranks are on one device of {} SMs", busiest.1, busiest.0),
         requested,
     )
@@ -323,7 +325,92 @@ pub(crate) fn widen_local_kernels(places: &[Place], own: Place) {
 /// Asks NCCL EP for the slot order that our interface promises: rows by source rank and source row. Builds with API 3 hand
 /// out slots by atomic counters otherwise (TransformerEngine 2.20.2's wheel); earlier ones know no other order.
 pub(crate) fn keep_slot_order() {
-    set_if_unset("NCCL_EP_HT_EM_AG_SCAN_MODE", "1".as_ref());
+    set_if_unset(SCAN_MODE, "1".as_ref());
+}
+
+const SCAN_MODE: &str = "NCCL_EP_HT_EM_AG_SCAN_MODE";
+
+/// Multiprocessors that a group's kernels use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SmCounts {
+    /// Dispatch and its gradient.
+    pub(crate) dispatch: u32,
+    /// Combine and its gradient.
+    pub(crate) combine: u32,
+    /// The scan of prepare, where it is said.
+    pub(crate) preprocess: Option<u32>,
+}
+
+/// The counts that configuration and options ask for, each within [`sm_cap`].
+///
+/// # Errors
+/// As there.
+pub(crate) fn sm_counts(config: &GroupConfig, options: &Options, places: &[Place]) -> Result<SmCounts> {
+    let field = format!("group_config.{}", config.dialect.sm_field);
+    let cap = sm_cap(&field, config.max_num_sms, places)?;
+    let of = |name, count: Option<u32>| count.map(|count| sm_cap(name, Some(count), places)).transpose();
+    Ok(SmCounts {
+        dispatch: of("option dispatch_sms", options.dispatch_sms)?.unwrap_or(cap),
+        combine: of("option combine_sms", options.combine_sms)?.unwrap_or(cap),
+        preprocess: of("option preprocess_sms", options.preprocess_sms)?,
+    })
+}
+
+/// # Errors
+/// Dispatch and combine are to have different numbers of multiprocessors, and the library has one number for both.
+pub(crate) fn separate_sms(config: &GroupConfig, options: &Options, library: &NcclEpLibrary) -> Result<()> {
+    let (dispatch, combine) = (options.dispatch_sms, options.combine_sms);
+    let cap = config.max_num_sms;
+    if dispatch.or(cap) == combine.or(cap) || library.reads_variable(DISPATCH_SMS) {
+        return Ok(());
+    }
+    let name = |count: Option<u32>| count.map_or("automatic".to_owned(), |count| count.to_string());
+    let required = format!("must equal combine_sms, {}", name(combine.or(cap)));
+    Err(Error::argument("option dispatch_sms", required, name(dispatch.or(cap)))
+        .with_remedy("this NCCL EP has one number for both; builds with API 3 (TransformerEngine 2.20.2's) have two"))
+}
+
+const DISPATCH_SMS: &str = "NCCL_EP_DISPATCH_SMS";
+
+/// NCCL EP's variables of one group, for the time of its creation, in which the library reads them.
+#[derive(Debug, Default)]
+pub(crate) struct GroupVariables(Vec<(&'static str, Option<OsString>)>);
+
+impl GroupVariables {
+    /// Sets what options and counts ask for.
+    pub(crate) fn set(options: &Options, sms: SmCounts) -> Self {
+        let mut all = Vec::new();
+        if sms.dispatch != sms.combine {
+            all.push((DISPATCH_SMS, sms.dispatch.to_string()));
+            all.push(("NCCL_EP_COMBINE_SMS", sms.combine.to_string()));
+        }
+        if let Some(count) = sms.preprocess {
+            all.push(("NCCL_EP_PREPROCESS_NUM_SMS", count.to_string()));
+        }
+        if let Some(deterministic) = options.deterministic {
+            all.push((SCAN_MODE, u8::from(deterministic).to_string()));
+        }
+        let set = |(name, value): (&'static str, String)| {
+            let before = std::env::var_os(name);
+            // SAFETY: as in `set_if_unset`.
+            unsafe { std::env::set_var(name, value) };
+            (name, before)
+        };
+        Self(all.into_iter().map(set).collect())
+    }
+}
+
+impl Drop for GroupVariables {
+    fn drop(&mut self) {
+        for (name, before) in self.0.drain(..) {
+            match before {
+                // SAFETY: as in `set_if_unset`.
+                Some(value) => unsafe { std::env::set_var(name, value) },
+                // SAFETY: as in `set_if_unset`.
+                None => unsafe { std::env::remove_var(name) },
+            }
+        }
+    }
 }
 
 fn set_if_unset(name: &str, value: &std::ffi::OsStr) {
@@ -337,6 +424,8 @@ fn set_if_unset(name: &str, value: &std::ffi::OsStr) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::GroupRequest;
+    use crate::config::tests::REQUEST;
     use std::collections::HashMap;
     use std::os::unix::fs::PermissionsExt;
 
@@ -378,6 +467,18 @@ mod tests {
             "{text}"
         );
         assert!(sm_cap("max_num_sms", Some(133), &apart).is_err());
+
+        let config = GroupConfig::try_from(GroupRequest { max_num_sms: 20, ..REQUEST }).unwrap();
+        let options = Options { combine_sms: Some(8), preprocess_sms: Some(16), ..Options::default() };
+        let counts = sm_counts(&config, &options, &apart).unwrap();
+        assert_eq!(counts, SmCounts { dispatch: 20, combine: 8, preprocess: Some(16) });
+        let text =
+            sm_counts(&config, &Options { preprocess_sms: Some(17), ..options }, &eight).unwrap_err().to_string();
+        assert!(text.starts_with("group_config.max_num_sms must be at most 16"), "{text}");
+        let config = GroupConfig::try_from(GroupRequest { max_num_sms: 16, ..REQUEST }).unwrap();
+        let text =
+            sm_counts(&config, &Options { preprocess_sms: Some(17), ..options }, &eight).unwrap_err().to_string();
+        assert!(text.starts_with("option preprocess_sms must be at most 16 where 8 of the ranks"), "{text}");
     }
 
     struct Installation {

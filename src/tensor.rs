@@ -85,6 +85,9 @@ pub struct TensorView {
     pub scales: Option<Scales>,
 }
 
+/// How the name of a tensor's scales ends.
+const SCALES: &str = ".rowwise_scale_inv";
+
 /// Every base address and window offset that kernels copy rows from or to (NCCL EP's bulk copies work on 16 bytes).
 const ROW_ALIGNMENT: u64 = 16;
 
@@ -138,6 +141,24 @@ impl TensorView {
         Err(self.refuse(format!("must have the dtype of {}, {}", other.name, other.dtype), self.dtype))
     }
 
+    /// The C name of a field, "window" or "offset", of the structure that gives this tensor's place in symmetric memory.
+    #[must_use]
+    pub fn window_field(&self, field: &str) -> String {
+        match self.name.strip_suffix(SCALES) {
+            Some(tensor) => format!("{tensor}_win.scale_{field}"),
+            None => format!("{}_win.{field}", self.name),
+        }
+    }
+
+    /// Bytes from the first element to behind the last.
+    ///
+    /// # Panics
+    /// If they do not fit memory: `ffi::view` admits no such tensor.
+    #[must_use]
+    pub fn byte_len(&self) -> u64 {
+        self.dtype.bytes(self.shape.numel().expect("a tensor's size fits memory")) as u64
+    }
+
     /// # Errors
     /// A tensor with elements but neither data nor window, or one off a multiple of `alignment` bytes.
     pub fn require_storage(&self, alignment: u64) -> Result<()> {
@@ -148,8 +169,8 @@ impl TensorView {
             return if window.offset.is_multiple_of(alignment) {
                 Ok(())
             } else {
-                let name = format!("{}_win.offset", self.name);
-                Err(Error::argument(name, format!("must be a multiple of {alignment} bytes"), window.offset))
+                let required = format!("must be a multiple of {alignment} bytes");
+                Err(Error::argument(self.window_field("offset"), required, window.offset))
             };
         }
         if self.data == 0 {
@@ -265,6 +286,9 @@ pub(crate) mod tests {
             tensor.require_row_storage().unwrap_err().to_string(),
             "tokens_win.offset must be a multiple of 16 bytes, got 8"
         );
+        assert_eq!(view("tokens", DType::Float32, &[3, 5]).byte_len(), 60);
+        let scales = view("recv_tokens.rowwise_scale_inv", DType::Float8E8M0, &[2, 8]);
+        assert_eq!(scales.window_field("window"), "recv_tokens_win.scale_window");
         let mut empty = view("tokens", DType::BFloat16, &[0, 8]);
         empty.data = 0;
         empty.require_row_storage().unwrap();

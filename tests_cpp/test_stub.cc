@@ -26,6 +26,24 @@ TEST(Stub, EveryCallButShutdownNamesTheRemedy) {
   EXPECT_TRUE(Throws("nvte_ep_initialize", kRemedy, [] { nvte_ep_initialize(nullptr, {}); }));
 }
 
+TEST(Stub, AdditionsNameTheRemedyToo) {
+  void* const memory = nullptr;
+  EXPECT_TRUE(Throws("nvte_ep_ext_options_create", kRemedy, [] { nvte_ep_ext_options_create(); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_options_set", kRemedy, [] { nvte_ep_ext_options_set(nullptr, "eager", "on"); }));
+  EXPECT_TRUE(
+      Throws("nvte_ep_ext_options_get", kRemedy, [] { nvte_ep_ext_options_get(nullptr, "eager", nullptr, 0); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_initialize", kRemedy, [] { nvte_ep_ext_initialize(nullptr, nullptr, nullptr); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_recv_totals", kRemedy, [] { nvte_ep_ext_recv_totals(nullptr, nullptr, nullptr); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_memory_usage", kRemedy, [] { nvte_ep_ext_memory_usage(nullptr); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_symm_alloc", kRemedy, [] { nvte_ep_ext_symm_alloc(1, nullptr, nullptr, nullptr); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_symm_free", kRemedy, [&] { nvte_ep_ext_symm_free(memory); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_window_of", kRemedy, [&] { nvte_ep_ext_window_of(memory, nullptr, nullptr); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_is_symmetric", kRemedy, [&] { nvte_ep_ext_is_symmetric(memory); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_window_register", kRemedy, [&] { nvte_ep_ext_window_register(memory, 1, nullptr); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_window_deregister", kRemedy, [&] { nvte_ep_ext_window_deregister(memory); }));
+  EXPECT_NO_THROW(nvte_ep_ext_options_destroy(nullptr));
+}
+
 TEST(Stub, ShutdownIsNothing) {
   EXPECT_NO_THROW(nvte_ep_shutdown());
   EXPECT_NO_THROW(nvte_ep_shutdown());

@@ -12,10 +12,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <thread>
+#include <vector>
 
 #include "support/ep.h"
 #include "support/host_stats.h"
@@ -261,21 +263,22 @@ int LateInitialize() {
     std::printf("skipped: it leaves a collective behind, which on a GPU spins until the process ends\n");
     return Leave();
   }
-  const auto refused = [](ncclComm_t comm, const char* text) {
+  const auto refused = [](ncclComm_t comm, const Options& options, const char* text) {
+    const NVTEEpGroupConfig config = Shape().Config();
     try {
-      Initialize(comm, Shape().Config());
+      nvte_ep_ext_initialize(comm, &config, options.raw());
       Fail("initialize went through");
     } catch (const std::exception& error) {
       if (std::strstr(error.what(), text) == nullptr) Fail(error.what());
     }
   };
   const int rank = World::Get().rank();
-  setenv("NVTE_EP_TIMEOUT_MS", "500", 1);
   if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
-  refused(World::Get().comm(),
+  refused(World::Get().comm(), Options{{"timeout_ms", "500"}},
           rank == 1 ? "all ranks to go on with nvte_ep_initialize" : "all ranks to call nvte_ep_initialize");
   MPI_Barrier(MPI_COMM_WORLD);
-  if (rank != 1) refused(World::Get().comm(), "make a new communicator");
+  setenv("NVTE_EP_TIMEOUT_MS", "500", 1);
+  if (rank != 1) refused(World::Get().comm(), Options(), "make a new communicator");
   unsetenv("NVTE_EP_TIMEOUT_MS");
   MPI_Barrier(MPI_COMM_WORLD);
   ncclComm_t comm = World::Get().MakeComm(World::Get().size());
@@ -309,6 +312,52 @@ int DestroyThenShutdown() {
   return Leave();
 }
 
+// More rows than rank 0 takes, in a group that traps: its device fails for good, and every later call says why it may
+// have, rather than abort in a library below.
+int OverflowThatTraps() {
+  GroupShape shape = Shape();
+  NVTEEpGroupConfig config = shape.Config();
+  config.max_recv_tokens_per_rank = 64;
+  auto* const group = new Group(config);
+  auto* const layer = new Layer(2, 1);
+  const Routing routing =
+      MakeRouting(std::vector<int>(World::Get().size(), 64), 2, [](int, int row, int k) { return (row + k) % 4; });
+  auto* const step = new Step<BFloat16>(*group, *layer, routing, 9);
+  if (World::Get().rank() != 0) {
+    step->Prepare();
+  } else {
+    try {
+      step->Prepare();
+    } catch (const std::exception& error) {
+      // The device was quicker than the call.
+      if (std::strstr(error.what(), "overflow = drop") == nullptr) Fail(error.what());
+    }
+    const auto explains = [](const char* function, const std::function<void()>& call) {
+      try {
+        call();
+        Fail(function);
+      } catch (const std::exception& error) {
+        for (const char* part : {function, "max_recv_tokens_per_rank, 64", "overflow = drop"}) {
+          if (std::strstr(error.what(), part) == nullptr) Fail(error.what());
+        }
+      }
+    };
+    NVTEEpExtRecvTotals totals = {};
+    totals.struct_size = sizeof totals;
+    explains("nvte_ep_ext_recv_totals",
+             [&] { nvte_ep_ext_recv_totals(HandleMemory(layer->handle()), &totals, World::Get().stream()); });
+    explains("nvte_ep_prepare", [&] { step->Prepare(); });
+    explains("nvte_ep_dispatch", [&] { step->Dispatch(); });
+    explains("nvte_ep_shutdown", [] { nvte_ep_shutdown(); });
+  }
+  const int mine = failed ? 1 : 0;
+  int any = 0;
+  MPI_Allreduce(&mine, &any, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
+  MPI_Finalize();
+  // Nothing can be given back to a device that has failed, nor to a group without rank 0.
+  std::_Exit(any);
+}
+
 struct Order {
   const char* name;
   int (*run)();
@@ -329,6 +378,8 @@ constexpr Order kOrders[] = {
     {"shutdown_in_forked_child", ShutdownInForkedChild},
     {"late_initialize", LateInitialize},
     {"destroy_then_shutdown", DestroyThenShutdown},
+    // Last: on a GPU that ranks share, this fails the device for all of its processes.
+    {"overflow_that_traps", OverflowThatTraps},
 };
 
 }  // namespace

@@ -14,6 +14,7 @@ pub type CUevent_flags_enum = ::std::os::raw::c_uint;
 pub type CUdevice_attribute_enum = ::std::os::raw::c_uint;
 pub type CUpointer_attribute_enum = ::std::os::raw::c_uint;
 pub type CUstreamCaptureStatus_enum = ::std::os::raw::c_uint;
+pub type CUstreamCaptureMode_enum = ::std::os::raw::c_uint;
 pub type cudaError_enum = ::std::os::raw::c_uint;
 pub type cudaError = ::std::os::raw::c_uint;
 pub type cudaMemoryType = ::std::os::raw::c_uint;
@@ -500,6 +501,9 @@ pub const CU_POINTER_ATTRIBUTE_IS_HW_DECOMPRESS_CAPABLE: CUpointer_attribute_enu
 pub const CU_STREAM_CAPTURE_STATUS_NONE: CUstreamCaptureStatus_enum = 0;
 pub const CU_STREAM_CAPTURE_STATUS_ACTIVE: CUstreamCaptureStatus_enum = 1;
 pub const CU_STREAM_CAPTURE_STATUS_INVALIDATED: CUstreamCaptureStatus_enum = 2;
+pub const CU_STREAM_CAPTURE_MODE_GLOBAL: CUstreamCaptureMode_enum = 0;
+pub const CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: CUstreamCaptureMode_enum = 1;
+pub const CU_STREAM_CAPTURE_MODE_RELAXED: CUstreamCaptureMode_enum = 2;
 pub const CUDA_SUCCESS: cudaError_enum = 0;
 pub const CUDA_ERROR_INVALID_VALUE: cudaError_enum = 1;
 pub const CUDA_ERROR_OUT_OF_MEMORY: cudaError_enum = 2;
@@ -1365,6 +1369,7 @@ pub use self::CUdevice_attribute_enum as CUdevice_attribute;
 pub use self::CUevent_flags_enum as CUevent_flags;
 pub use self::CUpointer_attribute_enum as CUpointer_attribute;
 pub use self::CUstream_flags_enum as CUstream_flags;
+pub use self::CUstreamCaptureMode_enum as CUstreamCaptureMode;
 pub use self::CUstreamCaptureStatus_enum as CUstreamCaptureStatus;
 pub use self::cudaError as cudaError_t;
 pub use self::cudaError_enum as CUresult;
@@ -1428,6 +1433,7 @@ unsafe extern "C" {
     ) -> CUresult;
     pub fn cuStreamCreate(phStream: *mut CUstream, Flags: ::std::os::raw::c_uint) -> CUresult;
     pub fn cuStreamWaitEvent(hStream: CUstream, hEvent: CUevent, Flags: ::std::os::raw::c_uint) -> CUresult;
+    pub fn cuThreadExchangeStreamCaptureMode(mode: *mut CUstreamCaptureMode) -> CUresult;
     pub fn cuStreamIsCapturing(hStream: CUstream, captureStatus: *mut CUstreamCaptureStatus) -> CUresult;
     pub fn cuStreamQuery(hStream: CUstream) -> CUresult;
     pub fn cuStreamSynchronize(hStream: CUstream) -> CUresult;
@@ -1497,6 +1503,11 @@ unsafe extern "C" {
         winFlags: ::std::os::raw::c_int,
     ) -> ncclResult_t;
     pub fn ncclCommWindowDeregister(comm: ncclComm_t, win: ncclWindow_t) -> ncclResult_t;
+    pub fn ncclWinGetUserPtr(
+        comm: ncclComm_t,
+        win: ncclWindow_t,
+        outUserPtr: *mut *mut ::std::os::raw::c_void,
+    ) -> ncclResult_t;
     pub fn ncclReduce(
         sendbuff: *const ::std::os::raw::c_void,
         recvbuff: *mut ::std::os::raw::c_void,

@@ -16,12 +16,8 @@ pub struct Cli {
 /// The subcommands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Run a mixture-of-experts layer, forward and backward, and check every output against a reference.
-    ///
-    /// Starts its own ranks; under mpirun, torchrun (--no-python) or srun it is one of theirs. The routing is skewed
-    /// and uneven, with masked entries. Exit code 0: all checks passed; 1: something differed or failed; 2: the
-    /// arguments cannot be run.
-    Run(RunArgs),
+    #[command(flatten)]
+    Job(Job),
     /// Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU.
     ///
     /// Each rank finds its place in the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
@@ -30,6 +26,24 @@ pub enum Command {
     /// a grace time to end by themselves; the exit code is that of the first one that failed, 128 + the signal that
     /// ended it, or 124 where the time was up.
     Launch(LaunchArgs),
+}
+
+/// The subcommands whose ranks are the command itself.
+#[derive(Debug, Subcommand)]
+pub enum Job {
+    /// Run a mixture-of-experts layer, forward and backward, and check every output against a reference.
+    ///
+    /// Starts its own ranks; under mpirun, torchrun (--no-python) or srun it is one of theirs. The routing is skewed
+    /// and uneven, with masked entries. Exit code 0: all checks passed; 1: something differed or failed; 2: the
+    /// arguments cannot be run.
+    Run(RunArgs),
+    /// Time staged against zero-copy groups, in bfloat16 and MXFP8, with the device memory that each takes, and check that
+    /// both give the same bits.
+    ///
+    /// Medians over the iterations, of the slowest rank. The routing is uniform, the receive buffers fit it. Memory is
+    /// what the driver says was allocated by making the group and running steps, beside what the library predicts; not
+    /// measured on the host runtime. Exit codes as of run.
+    Bench(BenchArgs),
 }
 
 /// The runtime of a program that is launched.
@@ -77,9 +91,9 @@ pub enum RuntimeArg {
     Host,
 }
 
-/// The arguments of `run`.
+/// What every subcommand that starts ranks takes.
 #[derive(Debug, Clone, Args)]
-pub struct RunArgs {
+pub struct SharedArgs {
     /// Ranks to start [default: 4; under a launcher, as many as it started].
     #[arg(long, value_name = "N")]
     pub ranks: Option<usize>,
@@ -98,12 +112,6 @@ pub struct RunArgs {
     /// Every expert's received rows are padded to a multiple of this many; 0 or 1 = no padding.
     #[arg(long, value_name = "A", default_value_t = 16)]
     pub align: usize,
-    /// Data type of tokens.
-    #[arg(long, value_enum, default_value_t = Dtype::Bf16)]
-    pub dtype: Dtype,
-    /// Steps, each with a routing of its own.
-    #[arg(long, value_name = "S", default_value_t = 3)]
-    pub steps: usize,
     /// Seed of routing, tokens, gradients and experts.
     #[arg(long, value_name = "X", default_value_t = 1)]
     pub seed: u64,
@@ -114,12 +122,6 @@ pub struct RunArgs {
     /// ranks share a GPU].
     #[arg(long, value_name = "N")]
     pub max_sms: Option<usize>,
-    /// Inner dimension of the experts, y = B (A x).
-    #[arg(long, value_name = "F", default_value_t = 16)]
-    pub expert_dim: usize,
-    /// Also print a hash of every output, by step and rank, to compare runs bit by bit.
-    #[arg(long)]
-    pub digest: bool,
     /// Print machine-readable results instead of tables.
     #[arg(long)]
     pub json: bool,
@@ -131,28 +133,120 @@ pub struct RunArgs {
     pub verbose: bool,
 }
 
+/// The arguments of `run`.
+#[derive(Debug, Clone, Args)]
+pub struct RunArgs {
+    /// The shared ones.
+    #[command(flatten)]
+    pub shared: SharedArgs,
+    /// Data type of tokens.
+    #[arg(long, value_enum, default_value_t = Dtype::Bf16)]
+    pub dtype: Dtype,
+    /// Steps, each with a routing of its own.
+    #[arg(long, value_name = "S", default_value_t = 3)]
+    pub steps: usize,
+    /// Inner dimension of the experts, y = B (A x).
+    #[arg(long, value_name = "F", default_value_t = 16)]
+    pub expert_dim: usize,
+    /// Also print a hash of every output, by step and rank, to compare runs bit by bit.
+    #[arg(long)]
+    pub digest: bool,
+}
+
+/// Which groups are timed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum TransferArg {
+    /// One after the other.
+    Both,
+    /// Staged ones only.
+    Staged,
+    /// Zero-copy ones only.
+    ZeroCopy,
+}
+
+/// The arguments of `bench`.
+#[derive(Debug, Clone, Args)]
+pub struct BenchArgs {
+    /// The shared ones.
+    #[command(flatten)]
+    pub shared: SharedArgs,
+    /// Timed iterations, after three that are not.
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    pub iterations: usize,
+    /// Which groups.
+    #[arg(long, value_enum, default_value_t = TransferArg::Both)]
+    pub transfer: TransferArg,
+}
+
+impl Job {
+    /// Its name on the command line.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Run(_) => "run",
+            Self::Bench(_) => "bench",
+        }
+    }
+
+    /// What all have.
+    pub const fn shared(&self) -> &SharedArgs {
+        match self {
+            Self::Run(args) => &args.shared,
+            Self::Bench(args) => &args.shared,
+        }
+    }
+
+    /// The layer and its steps, if the arguments agree with each other; else what to change.
+    pub fn problem(&self, ranks: usize) -> Result<Problem, String> {
+        match self {
+            Self::Run(args) => args.problem(ranks),
+            Self::Bench(args) => args.problem(ranks),
+        }
+    }
+}
+
 /// Ranks where neither the command line nor a launcher says.
 pub const DEFAULT_RANKS: usize = 4;
 
 /// A year: longer limits are a mistake, and far beyond them sums of times overflow.
 const MOST_SECONDS: u64 = 365 * 24 * 3600;
 
+fn positive(name: &str, value: usize, limit: usize) -> Result<(), String> {
+    if (1..=limit).contains(&value) {
+        return Ok(());
+    }
+    Err(format!("{name} must be 1 to {limit}, got {value}"))
+}
+
 impl RunArgs {
-    /// The layer and its steps, if the arguments agree with each other; else what to change.
-    pub fn problem(&self, ranks: usize) -> Result<Problem, String> {
-        fn positive(name: &str, value: usize, limit: usize) -> Result<(), String> {
-            if (1..=limit).contains(&value) {
-                return Ok(());
-            }
-            Err(format!("{name} must be 1 to {limit}, got {value}"))
+    fn problem(&self, ranks: usize) -> Result<Problem, String> {
+        positive("--steps", self.steps, 1_000_000)?;
+        positive("--expert-dim", self.expert_dim, 1024)?;
+        let problem = self.shared.problem(ranks, self.dtype)?;
+        Ok(Problem { steps: self.steps, expert_dim: self.expert_dim, ..problem })
+    }
+}
+
+/// Elements of a row that is moved in MXFP8 are a multiple of this: its scales are a multiple of 16 bytes.
+const MXFP8_UNIT: usize = 512;
+
+impl BenchArgs {
+    fn problem(&self, ranks: usize) -> Result<Problem, String> {
+        positive("--iterations", self.iterations, 1_000_000)?;
+        if !self.shared.hidden.is_multiple_of(MXFP8_UNIT) {
+            let hidden = self.shared.hidden;
+            return Err(format!("--hidden must be a multiple of {MXFP8_UNIT} (MXFP8 scale rows), got {hidden}"));
         }
+        Ok(Problem { steps: self.iterations, ..self.shared.problem(ranks, Dtype::Bf16)? })
+    }
+}
+
+impl SharedArgs {
+    fn problem(&self, ranks: usize, dtype: Dtype) -> Result<Problem, String> {
         positive("--ranks", ranks, 1024)?;
         positive("--tokens", self.tokens, 1 << 20)?;
         positive("--hidden", self.hidden, 1 << 20)?;
         positive("--experts", self.experts, 1 << 16)?;
         positive("--top-k", self.top_k, 32)?;
-        positive("--steps", self.steps, 1_000_000)?;
-        positive("--expert-dim", self.expert_dim, 1024)?;
         if !(1..=MOST_SECONDS).contains(&self.timeout) {
             return Err(format!("--timeout must be 1 to {MOST_SECONDS} seconds, got {}", self.timeout));
         }
@@ -172,7 +266,7 @@ impl RunArgs {
         if !self.hidden.is_multiple_of(8) {
             return Err(format!("--hidden must be a multiple of 8 (combine's vector width), got {}", self.hidden));
         }
-        let row = self.hidden * self.dtype.bytes();
+        let row = self.hidden * dtype.bytes();
         if !row.is_multiple_of(16) {
             return Err(format!("a token must be a multiple of 16 bytes, but --hidden {} makes {row}", self.hidden));
         }
@@ -189,9 +283,9 @@ impl RunArgs {
             top_k: self.top_k,
             experts: self.experts,
             align: self.align,
-            steps: self.steps,
+            steps: 1,
             seed: self.seed,
-            expert_dim: self.expert_dim,
+            expert_dim: 1,
         })
     }
 }
@@ -201,12 +295,16 @@ mod tests {
     use super::*;
     use clap::CommandFactory;
 
-    fn parse(extra: &[&str]) -> RunArgs {
-        let all = ["nvte-ep", "run"].iter().chain(extra);
+    fn job(subcommand: &str, extra: &[&str]) -> Job {
+        let all = ["nvte-ep", subcommand].into_iter().chain(extra.iter().copied());
         match Cli::try_parse_from(all).unwrap().command {
-            Command::Run(args) => args,
+            Command::Job(job) => job,
             other => panic!("{other:?}"),
         }
+    }
+
+    fn parse(extra: &[&str]) -> Job {
+        job("run", extra)
     }
 
     #[test]
@@ -242,8 +340,18 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_exist_is_refused() {
-        assert!(Cli::try_parse_from(["nvte-ep", "bench"]).is_err());
+    fn bench_has_rules_of_its_own() {
+        let bench = |extra: &[&str]| job("bench", extra).problem(4);
+        assert_eq!(bench(&[]).unwrap().steps, 20);
+        let text = "--hidden must be a multiple of 512 (MXFP8 scale rows), got 1032";
+        assert_eq!(bench(&["--hidden", "1032"]).unwrap_err(), text);
+        assert_eq!(bench(&["--iterations", "0"]).unwrap_err(), "--iterations must be 1 to 1000000, got 0");
+        assert!(bench(&["--experts", "18"]).unwrap_err().starts_with("--experts must be a multiple of the 4 ranks"));
+    }
+
+    #[test]
+    fn nothing_else_exists() {
+        assert!(Cli::try_parse_from(["nvte-ep", "doctor"]).is_err());
         assert!(Cli::try_parse_from(["nvte-ep", "run", "--dtype", "f64"]).is_err());
     }
 }

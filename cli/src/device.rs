@@ -28,11 +28,23 @@ pub struct Device {
 }
 
 /// Device memory. It lives as long as the process, which does one run: freeing could wait for a stream that is stuck.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub struct Memory {
     /// Its first address.
     pub address: u64,
     bytes: usize,
+}
+
+impl Memory {
+    /// Memory of somebody else.
+    pub const fn of(address: u64, bytes: usize) -> Self {
+        Self { address, bytes }
+    }
+
+    /// Its size.
+    pub const fn bytes(&self) -> u64 {
+        self.bytes as u64
+    }
 }
 
 impl Device {
@@ -109,6 +121,13 @@ impl Device {
         // SAFETY: the memory is this program's and as large as it says.
         let code = unsafe { fill(memory.address, 0xFF, memory.bytes, self.stream()) };
         Ok(self.base.cuda.check("cuMemsetD8Async", code)?)
+    }
+
+    /// Queues a copy of the first `bytes` bytes.
+    pub fn copy(&self, to: &Memory, from: &Memory, bytes: usize) -> Outcome<()> {
+        assert!(bytes <= to.bytes && bytes <= from.bytes, "copy past the end of device memory");
+        // SAFETY: both are at least that long and live as long as the process.
+        Ok(unsafe { self.base.cuda.copy(to.address, from.address, bytes, self.stream) }?)
     }
 
     /// Waits for everything queued on the stream.

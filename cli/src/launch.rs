@@ -370,7 +370,8 @@ fn watch(start: &Start, directory: &std::path::Path, ranks: &mut [Rank]) -> Outc
         let status = rank.ended;
         let mut report = meeting.report(number).unwrap_or_else(|| RankReport { rank: number, ..Default::default() });
         let complete = by_itself && status.is_some_and(|status| status.success());
-        if report.error.is_none() && !(complete && report.outputs.iter().any(|output| output.elements > 0)) {
+        let substance = !report.modes.is_empty() || report.outputs.iter().any(|output| output.elements > 0);
+        if report.error.is_none() && !(complete && substance) {
             report.error = Some(match failed {
                 _ if by_itself => format!("{} without a report", ending(status)),
                 _ if out_of_time => "still ran when the time was up; it was killed".to_owned(),

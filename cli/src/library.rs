@@ -2,11 +2,12 @@
 
 use crate::Outcome;
 use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
-use nvte_ep_core::ffi::comm_window::NVTECommWindow;
+use nvte_ep_core::ffi::comm_window::{NVTECommWindow, ncclWindow_t};
+use nvte_ep_core::ffi::ext::{NVTEEpExtMemoryUsage, NVTEEpExtRecvTotals};
 use nvte_ep_core::ffi::register_layer::{NVTEEpGroupConfig, NVTEEpHandle, NVTEEpLayerConfig};
 use nvte_ep_core::ffi::types::{
-    NVTE_DELAYED_TENSOR_SCALING, NVTEBasicTensor, NVTEDType, NVTEScalingMode, NVTEShape, NVTETensor, NVTETensorParam,
-    cudaStream_t, kNVTERowwiseData,
+    NVTE_DELAYED_TENSOR_SCALING, NVTE_MXFP8_1D_SCALING, NVTEBasicTensor, NVTEDType, NVTEScalingMode, NVTEShape,
+    NVTETensor, NVTETensorParam, cudaStream_t, kNVTEFloat8E8M0, kNVTERowwiseData, kNVTERowwiseScaleInv,
 };
 use nvte_ep_core::sys::{catch_foreign, file_of, own_directories};
 use std::ffi::{CStr, c_char, c_void};
@@ -45,6 +46,9 @@ table! {
     nvte_ep_dispatch_bwd: fn(NVTEEpHandle, NVTETensor, NVTECommWindow, NVTETensor, NVTECommWindow, NVTETensor, NVTETensor, cudaStream_t);
     nvte_ep_combine_bwd: fn(NVTEEpHandle, NVTETensor, NVTECommWindow, NVTETensor, NVTECommWindow, cudaStream_t);
     nvte_ep_ext_version: fn() -> *const c_char;
+    nvte_ep_ext_recv_totals: fn(NVTETensor, *mut NVTEEpExtRecvTotals, cudaStream_t);
+    nvte_ep_ext_memory_usage: fn(*mut NVTEEpExtMemoryUsage);
+    nvte_ep_ext_symm_alloc: fn(usize, *mut *mut c_void, *mut ncclWindow_t, *mut u64);
     nvte_create_tensor: fn(NVTEScalingMode) -> NVTETensor;
     nvte_set_tensor_param_v2: fn(NVTETensor, NVTETensorParam, *const c_void, usize);
     nvte_destroy_tensor: fn(NVTETensor);
@@ -126,10 +130,29 @@ impl Library {
 
     /// A tensor over `shape` elements at the device address `address`.
     pub fn tensor(&self, address: u64, dtype: NVTEDType, shape: &[usize]) -> Outcome<Tensor<'_>> {
+        let tensor = self.create(NVTE_DELAYED_TENSOR_SCALING)?;
+        tensor.set(kNVTERowwiseData, address, dtype, shape)?;
+        Ok(tensor)
+    }
+
+    /// An MXFP8 tensor: `shape` elements at `address`, and a scale for each 32 of a row at `scales`.
+    pub fn scaled(&self, address: u64, dtype: NVTEDType, shape: [usize; 2], scales: u64) -> Outcome<Tensor<'_>> {
+        let tensor = self.create(NVTE_MXFP8_1D_SCALING)?;
+        tensor.set(kNVTERowwiseData, address, dtype, &shape)?;
+        tensor.set(kNVTERowwiseScaleInv, scales, kNVTEFloat8E8M0, &[shape[0], shape[1] / 32])?;
+        Ok(tensor)
+    }
+
+    fn create(&self, scaling: NVTEScalingMode) -> Outcome<Tensor<'_>> {
         let create = self.functions.nvte_create_tensor;
         // SAFETY: takes a number.
-        let raw = catch_foreign("nvte_create_tensor", || unsafe { create(NVTE_DELAYED_TENSOR_SCALING) })?;
-        let tensor = Tensor { raw, library: self };
+        let raw = catch_foreign("nvte_create_tensor", || unsafe { create(scaling) })?;
+        Ok(Tensor { raw, library: self })
+    }
+}
+
+impl Tensor<'_> {
+    fn set(&self, param: NVTETensorParam, address: u64, dtype: NVTEDType, shape: &[usize]) -> Outcome<()> {
         let mut data = [0; 15];
         data[..shape.len()].copy_from_slice(shape);
         let basic = NVTEBasicTensor {
@@ -137,12 +160,13 @@ impl Library {
             dtype,
             shape: NVTEShape { data, ndim: shape.len() },
         };
-        let (set, basic) = (self.functions.nvte_set_tensor_param_v2, (&raw const basic).cast());
+        let (set, raw) = (self.library.functions.nvte_set_tensor_param_v2, self.raw);
+        let basic = (&raw const basic).cast();
         catch_foreign("nvte_set_tensor_param_v2", || {
-            // SAFETY: the tensor was just created, and `basic` points to a live NVTEBasicTensor of the size given.
-            unsafe { set(raw, kNVTERowwiseData, basic, size_of::<NVTEBasicTensor>()) }
+            // SAFETY: the tensor is live, and `basic` points to a live NVTEBasicTensor of the size given.
+            unsafe { set(raw, param, basic, size_of::<NVTEBasicTensor>()) }
         })?;
-        Ok(tensor)
+        Ok(())
     }
 }
 

@@ -1,12 +1,14 @@
 //! The `nvte-ep` command.
 //!
-//! `run` takes a mixture-of-experts layer through libnvte_ep.so on several ranks and checks every output; `launch`,
-//! [`program`], starts any program on several ranks.
+//! `run` takes a mixture-of-experts layer through libnvte_ep.so on several ranks and checks every output; `bench` times
+//! staged against zero-copy groups; `launch`, [`program`], starts any program on several ranks.
 //! [`args`]: the command line. [`runtime`]: CUDA or host. [`launch`], [`rendezvous`]: the ranks. [`library`],
-//! [`device`]: what they call. [`step`]: what a rank does. [`routing`]: its inputs. [`experts`]: the experts.
+//! [`device`]: what they call. [`session`]: a rank's libraries and communicator. [`step`], [`mod@bench`]: what
+//! a rank does. [`routing`]: its inputs. [`experts`]: the experts.
 //! [`mod@reference`], [`emulate`], [`compare`]: what should come out. [`report`], [`digest`]: what is printed.
 
 mod args;
+mod bench;
 mod compare;
 mod device;
 mod digest;
@@ -23,9 +25,10 @@ mod rendezvous;
 mod report;
 mod routing;
 mod runtime;
+mod session;
 mod step;
 
-use args::{Cli, Command, RunArgs};
+use args::{Cli, Command, Job};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
 use element::Dtype;
@@ -82,8 +85,8 @@ fn main() -> ExitCode {
         runtime::probe_main();
         return ExitCode::SUCCESS;
     }
-    let args = match Cli::parse().command {
-        Command::Run(args) => args,
+    let command = match Cli::parse().command {
+        Command::Job(job) => job,
         Command::Launch(args) => {
             return program::run(&args).unwrap_or_else(|error| {
                 eprintln!("nvte-ep launch: {error}");
@@ -92,34 +95,36 @@ fn main() -> ExitCode {
         }
     };
     let outcome = match std::env::var(launch::TICKET_VARIABLE) {
-        Ok(ticket) => started_rank(&args, &ticket),
+        Ok(ticket) => started_rank(&command, &ticket),
         Err(_) => match launch::detect(|name| std::env::var(name).ok()) {
-            Ok(Some(place)) => launched_rank(&args, &place),
-            Ok(None) => parent(&args),
-            Err(error) => refuse(&error),
+            Ok(Some(place)) => launched_rank(&command, &place),
+            Ok(None) => parent(&command),
+            Err(error) => refuse(&command, &error),
         },
     };
     outcome.unwrap_or_else(|error| {
-        eprintln!("nvte-ep run: {error}");
+        eprintln!("nvte-ep {}: {error}", command.name());
         ExitCode::FAILURE
     })
 }
 
 /// Ends with a message in the manner of clap, exit code 2.
-fn refuse(error: &str) -> ! {
-    let mut command = Cli::command();
-    command.build();
-    let run = command.find_subcommand_mut("run").map(|run| run.error(ErrorKind::ValueValidation, error));
-    run.map_or_else(|| std::process::exit(2), |error| error.exit())
+fn refuse(command: &Job, error: &str) -> ! {
+    let mut all = Cli::command();
+    all.build();
+    let named = all.find_subcommand_mut(command.name()).map(|named| named.error(ErrorKind::ValueValidation, error));
+    named.map_or_else(|| std::process::exit(2), |error| error.exit())
 }
 
 /// The layer, the runtime and what it takes, or a refusal.
-fn prepare(args: &RunArgs, ranks: usize) -> (Problem, Choice, Plan) {
-    let problem = args.problem(ranks).unwrap_or_else(|error| refuse(&error));
+fn prepare(command: &Job, ranks: usize) -> (Problem, Choice, Plan) {
+    let shared = command.shared();
+    let problem = command.problem(ranks).unwrap_or_else(|error| refuse(command, &error));
     let variable = std::env::var("NVTE_EP_RUNTIME").ok();
-    let choice =
-        runtime::choose(args.runtime, variable.as_deref(), runtime::probe).unwrap_or_else(|error| refuse(&error));
-    let plan = runtime::plan(&choice, ranks, args.max_sms, runtime::mps_runs()).unwrap_or_else(|error| refuse(&error));
+    let choice = runtime::choose(shared.runtime, variable.as_deref(), runtime::probe)
+        .unwrap_or_else(|error| refuse(command, &error));
+    let plan = runtime::plan(&choice, ranks, shared.max_sms, runtime::mps_runs())
+        .unwrap_or_else(|error| refuse(command, &error));
     (problem, choice, plan)
 }
 
@@ -131,22 +136,23 @@ fn variables(choice: &Choice, plan: &Plan) -> Vec<(String, String)> {
 }
 
 /// Starts ranks, waits for them and prints.
-fn parent(args: &RunArgs) -> Outcome<ExitCode> {
-    let ranks = args.ranks.unwrap_or(args::DEFAULT_RANKS);
-    let (problem, choice, plan) = prepare(args, ranks);
+fn parent(command: &Job) -> Outcome<ExitCode> {
+    let shared = command.shared();
+    let ranks = shared.ranks.unwrap_or(args::DEFAULT_RANKS);
+    let (problem, choice, plan) = prepare(command, ranks);
     announce(&choice, &plan);
     let start = Start {
         ranks,
         steps: problem.steps,
         max_sms: plan.max_sms,
         variables: variables(&choice, &plan),
-        timeout: Duration::from_secs(args.timeout),
-        verbose: args.verbose,
+        timeout: Duration::from_secs(shared.timeout),
+        verbose: shared.verbose,
     };
     match launch::supervise(&start)? {
-        Ok(reports) => print(args, problem, &choice, &plan, reports),
+        Ok(reports) => print(command, problem, &choice, &plan, reports),
         Err(signal) => {
-            eprintln!("nvte-ep run: ended by signal {signal}");
+            eprintln!("nvte-ep {}: ended by signal {signal}", command.name());
             Ok(ExitCode::from(u8::try_from(128 + signal).unwrap_or(1)))
         }
     }
@@ -161,20 +167,29 @@ fn announce(choice: &Choice, plan: &Plan) {
 }
 
 /// Prints the result; success if everything passed.
-fn print(args: &RunArgs, problem: Problem, choice: &Choice, plan: &Plan, ranks: Vec<RankReport>) -> Outcome<ExitCode> {
-    let fine = |rank: &RankReport| rank.error.is_none() && rank.wrong() == 0 && rank.steps.len() == problem.steps;
+fn print(command: &Job, problem: Problem, choice: &Choice, plan: &Plan, ranks: Vec<RankReport>) -> Outcome<ExitCode> {
+    let (fine, dtype): (&dyn Fn(&RankReport) -> bool, _) = match command {
+        Job::Run(args) => (&|rank| rank.wrong() == 0 && rank.steps.len() == problem.steps, args.dtype),
+        Job::Bench(args) => (&|rank| bench::same(rank, args.transfer), Dtype::Bf16),
+    };
+    let passed = ranks.len() == problem.ranks && ranks.iter().all(|rank| rank.error.is_none() && fine(rank));
     let report = RunReport {
-        passed: ranks.len() == problem.ranks && ranks.iter().all(fine),
-        dtype: args.dtype.name().into(),
+        passed,
+        dtype: dtype.name().into(),
         runtime: choice.kind.name().into(),
         runtime_reason: choice.reason.clone(),
         notes: plan.notes.clone(),
         max_sms: plan.max_sms,
-        problem,
+        problem: problem.clone(),
         ranks,
     };
-    let mut text = if args.json { serde_json::to_string_pretty(&report)? } else { report.text() };
-    if args.json {
+    let json = command.shared().json;
+    let mut text = match command {
+        _ if json => serde_json::to_string_pretty(&report)?,
+        Job::Run(_) => report.text(),
+        Job::Bench(_) => report.bench_text(),
+    };
+    if json {
         text.push('\n');
     }
     std::io::stdout().write_all(text.as_bytes())?;
@@ -182,26 +197,29 @@ fn print(args: &RunArgs, problem: Problem, choice: &Choice, plan: &Plan, ranks: 
 }
 
 /// A rank that [`parent`] started: leaves its report and prints nothing but errors.
-fn started_rank(args: &RunArgs, ticket: &str) -> Outcome<ExitCode> {
+fn started_rank(command: &Job, ticket: &str) -> Outcome<ExitCode> {
     let ticket: Ticket = serde_json::from_str(ticket)?;
-    let problem = args.problem(ticket.size)?;
+    let problem = command.problem(ticket.size)?;
     let progress = match ticket.rank {
         0 => Progress::file(ticket.directory.join(launch::PROGRESS_FILE)),
         _ => Progress::silent(),
     };
-    let limit = Duration::from_secs(args.timeout);
+    let limit = Duration::from_secs(command.shared().timeout);
     let meeting = Meeting::fresh(ticket.directory, ticket.rank, ticket.size, limit);
-    let rank = Rank { args, problem: &problem, rank: ticket.rank, local_rank: ticket.rank, max_sms: ticket.max_sms };
+    let rank = Rank { command, problem: &problem, rank: ticket.rank, local_rank: ticket.rank, max_sms: ticket.max_sms };
     let report = rank.run(&Arc::new(meeting), &Arc::new(progress))?;
     Ok(if report.error.is_none() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// A rank that an external launcher started; rank 0 prints for all.
-fn launched_rank(args: &RunArgs, place: &Place) -> Outcome<ExitCode> {
-    if args.ranks.is_some_and(|ranks| ranks != place.size) {
-        refuse(&format!("{} started {} ranks: leave --ranks out or make it the same", place.launcher, place.size));
+fn launched_rank(command: &Job, place: &Place) -> Outcome<ExitCode> {
+    if command.shared().ranks.is_some_and(|ranks| ranks != place.size) {
+        refuse(
+            command,
+            &format!("{} started {} ranks: leave --ranks out or make it the same", place.launcher, place.size),
+        );
     }
-    let (problem, choice, plan) = prepare(args, place.size);
+    let (problem, choice, plan) = prepare(command, place.size);
     for (name, value) in variables(&choice, &plan) {
         // SAFETY: this is the only thread so far.
         unsafe { std::env::set_var(name, value) };
@@ -210,15 +228,16 @@ fn launched_rank(args: &RunArgs, place: &Place) -> Outcome<ExitCode> {
     if first {
         announce(&choice, &plan);
     }
-    let limit = Duration::from_secs(args.timeout);
+    let limit = Duration::from_secs(command.shared().timeout);
     let directory = rendezvous::job_directory(&place.job)?;
     let meeting = Arc::new(Meeting::shared(directory, place.rank, place.size, limit));
     let progress = Arc::new(if first { Progress::shown(problem.steps) } else { Progress::silent() });
     let (rank, local_rank) = (place.rank, place.local_rank);
-    let report = Rank { args, problem: &problem, rank, local_rank, max_sms: plan.max_sms }.run(&meeting, &progress)?;
+    let report =
+        Rank { command, problem: &problem, rank, local_rank, max_sms: plan.max_sms }.run(&meeting, &progress)?;
     progress.finish();
     if let Some(error) = report.error {
-        eprintln!("nvte-ep run: rank {} failed: {error}", place.rank);
+        eprintln!("nvte-ep {}: rank {} failed: {error}", command.name(), place.rank);
         meeting.abandon();
         return Ok(ExitCode::FAILURE);
     }
@@ -226,14 +245,14 @@ fn launched_rank(args: &RunArgs, place: &Place) -> Outcome<ExitCode> {
         let passed = meeting.conclude(None)?;
         return Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE });
     }
-    let code = print(args, problem, &choice, &plan, meeting.collect()?)?;
+    let code = print(command, problem, &choice, &plan, meeting.collect()?)?;
     meeting.conclude(Some(code == ExitCode::SUCCESS))?;
     Ok(code)
 }
 
 /// What every rank does, whoever started it.
 struct Rank<'a> {
-    args: &'a RunArgs,
+    command: &'a Job,
     problem: &'a Problem,
     rank: usize,
     local_rank: usize,
@@ -243,21 +262,24 @@ struct Rank<'a> {
 impl Rank<'_> {
     /// Runs the steps and leaves the report, which holds the error if there was one.
     fn run(&self, meeting: &Arc<Meeting>, progress: &Arc<Progress>) -> Outcome<RankReport> {
-        watchdog(self.rank, Arc::clone(meeting), Arc::clone(progress), Duration::from_secs(self.args.timeout));
+        let limit = Duration::from_secs(self.command.shared().timeout);
+        watchdog(self.command.name(), self.rank, Arc::clone(meeting), Arc::clone(progress), limit);
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let setup = step::Setup {
+        let setup = session::Setup {
             problem: self.problem,
             rank: self.rank,
             local_rank: self.local_rank,
             max_sms: self.max_sms,
-            digest: self.args.digest,
             threads: (cores / self.problem.ranks).max(1),
         };
         let mut report = RankReport { rank: self.rank, ..RankReport::default() };
-        let outcome = match self.args.dtype {
-            Dtype::Bf16 => step::run::<bf16>(&setup, meeting, progress, &mut report),
-            Dtype::F16 => step::run::<f16>(&setup, meeting, progress, &mut report),
-            Dtype::F32 => step::run::<f32>(&setup, meeting, progress, &mut report),
+        let outcome = match self.command {
+            Job::Bench(args) => bench::run(&setup, args.transfer, meeting, progress, &mut report),
+            Job::Run(args) => match args.dtype {
+                Dtype::Bf16 => step::run::<bf16>(&setup, args.digest, meeting, progress, &mut report),
+                Dtype::F16 => step::run::<f16>(&setup, args.digest, meeting, progress, &mut report),
+                Dtype::F32 => step::run::<f32>(&setup, args.digest, meeting, progress, &mut report),
+            },
         };
         report.error = outcome.err().map(|error| error.to_string());
         match (meeting.publish(&report), &report.error) {
@@ -271,7 +293,7 @@ impl Rank<'_> {
 
 /// Ends this process when time runs out or another rank has failed: what it waits for will not come, and nothing else
 /// could end it.
-fn watchdog(rank: usize, meeting: Arc<Meeting>, progress: Arc<Progress>, limit: Duration) {
+fn watchdog(command: &'static str, rank: usize, meeting: Arc<Meeting>, progress: Arc<Progress>, limit: Duration) {
     let start = Instant::now();
     std::thread::spawn(move || {
         loop {
@@ -290,7 +312,7 @@ fn watchdog(rank: usize, meeting: Arc<Meeting>, progress: Arc<Progress>, limit: 
                 }
                 _ => format!("time ran out after {} s in {}", limit.as_secs(), progress.now()),
             };
-            eprintln!("nvte-ep run: rank {rank}: {error}");
+            eprintln!("nvte-ep {command}: rank {rank}: {error}");
             let report = RankReport { rank, error: Some(error), ..RankReport::default() };
             // The process ends either way.
             drop(meeting.publish(&report));

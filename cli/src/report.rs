@@ -63,6 +63,44 @@ pub struct RankReport {
     pub outputs: Vec<Comparison>,
     /// Digests, where asked for.
     pub digests: Vec<DigestLine>,
+    /// What `bench` timed.
+    pub modes: Vec<ModeReport>,
+}
+
+/// The timed calls of `bench`, in order.
+pub const BENCH_CALLS: [&str; 7] =
+    ["prepare", "dispatch", "combine", "combine_bwd", "dispatch_bwd", "dispatch, MXFP8", "combine_bwd, MXFP8"];
+
+/// One kind of group as `bench` saw it on one rank.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct ModeReport {
+    /// "staged" or "zero-copy".
+    pub transfer: String,
+    /// Median milliseconds of each of [`BENCH_CALLS`].
+    pub milliseconds: Vec<f64>,
+    /// Device memory.
+    pub memory: ModeMemory,
+    /// Hash of every output, which has to be the same for all kinds.
+    pub digests: Vec<DigestLine>,
+}
+
+/// Bytes of device memory of one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct ModeMemory {
+    /// NCCL EP's staging, by `nvte_ep_ext_memory_usage`.
+    pub staging: u64,
+    /// Its routing map and workspace.
+    pub scratch: u64,
+    /// The layer's handle memory.
+    pub handle: u64,
+    /// The symmetric pool.
+    pub symmetric: u64,
+    /// All of these: what making the group and the layer should take.
+    pub predicted: u64,
+    /// What it took by the driver; none where that cannot be told.
+    pub measured: Option<u64>,
+    /// The exchanged payloads, which lie in the pool or, staged, in the caller's memory.
+    pub payloads: u64,
 }
 
 impl RankReport {
@@ -116,6 +154,11 @@ impl RunReport {
     /// The readable report, the verdict last. Of a run in which a rank failed there is nothing to tabulate.
     pub fn text(&self) -> String {
         let mut text = self.head();
+        let _ = writeln!(
+            text,
+            "experts    y = B (A x), inner dimension {}, computed on the host's processors, not on the device",
+            self.problem.expert_dim
+        );
         if self.ranks.iter().any(|rank| rank.error.is_some()) {
             return text + &self.verdict();
         }
@@ -161,12 +204,67 @@ impl RunReport {
             let sms = if self.max_sms == 0 { "automatic".into() } else { self.max_sms.to_string() };
             let _ = writeln!(text, "buffers    {} receive rows a rank, SMs a rank: {sms}", first.capacity);
         }
-        let _ = writeln!(
-            text,
-            "experts    y = B (A x), inner dimension {}, computed on the host's processors, not on the device",
-            p.expert_dim
-        );
         text
+    }
+
+    /// The readable report of `bench`.
+    pub fn bench_text(&self) -> String {
+        let mut text = self.head();
+        if self.ranks.iter().any(|rank| rank.error.is_some()) {
+            return text + &self.verdict();
+        }
+        let modes = self.ranks.first().map_or(0, |rank| rank.modes.len());
+        let of = |mode: usize| self.ranks.iter().filter_map(move |rank| rank.modes.get(mode));
+        let name = |mode: usize| of(mode).next().map_or("", |mode| mode.transfer.as_str());
+        let mut head = vec!["call"];
+        head.extend((0..modes).map(name));
+        let mut table = Table::new(&head);
+        for (call, title) in BENCH_CALLS.iter().enumerate() {
+            let mut row = vec![(*title).to_owned()];
+            row.extend((0..modes).map(|mode| {
+                let slowest = of(mode).filter_map(|mode| mode.milliseconds.get(call)).copied().fold(0.0, f64::max);
+                format!("{slowest:.3}")
+            }));
+            table.row(row);
+        }
+        text += &format!("\nmilliseconds a call: median of the slowest rank\n{}", table.text());
+        type Of = fn(&ModeMemory) -> u64;
+        let parts: [(&str, Of); 6] = [
+            ("staging", |m| m.staging),
+            ("routing map, workspace", |m| m.scratch),
+            ("handle memory", |m| m.handle),
+            ("symmetric pool", |m| m.symmetric),
+            ("predicted", |m| m.predicted),
+            ("payloads (in the pool, or the caller's)", |m| m.payloads),
+        ];
+        head[0] = "memory";
+        let mut table = Table::new(&head);
+        let mib = |bytes: u64| format!("{:.1}", bytes as f64 / f64::from(1 << 20));
+        for (title, part) in parts {
+            let most = |mode| of(mode).map(|mode| part(&mode.memory)).max().unwrap_or(0);
+            table.row(std::iter::once(title.to_owned()).chain((0..modes).map(|mode| mib(most(mode)))).collect());
+        }
+        let measured = |mode: usize| {
+            let memory = of(mode).map(|mode| mode.memory).max_by_key(|memory| memory.measured);
+            match memory.and_then(|memory| Some((memory.measured?, memory.predicted))) {
+                Some((measured, predicted)) => {
+                    format!("{} ({:.1} % predicted)", mib(measured), predicted as f64 * 100.0 / measured.max(1) as f64)
+                }
+                None => "not measured".into(),
+            }
+        };
+        table.row(std::iter::once("measured".to_owned()).chain((0..modes).map(measured)).collect());
+        text += &format!("\ndevice memory of a rank, MiB\n{}", table.text());
+        for rank in &self.ranks {
+            let Some((first, rest)) = rank.modes.split_first() else { continue };
+            for (a, b) in rest.iter().flat_map(|mode| first.digests.iter().zip(&mode.digests)).filter(|(a, b)| a != b) {
+                let _ = writeln!(text, "{} on rank {} differs: {} and {}", a.output, rank.rank, a.hash, b.hash);
+            }
+        }
+        if modes > 1 && self.passed {
+            text += "\nboth give the same bits\n";
+        }
+        text + &self.verdict()
     }
 
     fn traffic(&self) -> String {

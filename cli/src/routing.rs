@@ -109,6 +109,31 @@ impl Problem {
         routing
     }
 
+    /// A routing of `rank` in which every expert is as likely as any other: `tokens` rows, nothing masked.
+    pub fn uniform(&self, rank: usize) -> Routing {
+        let (rows, k) = (self.tokens, self.top_k);
+        let mut experts = Vec::with_capacity(rows * k);
+        let mut order: Vec<i32> = (0..self.experts as i32).collect();
+        for row in 0..rows {
+            let mut draw = Draw(key(&[self.seed, ROUTING_STREAM, rank as u64, row as u64]));
+            for place in 0..k {
+                order.swap(place, place + draw.below((self.experts - place) as u64) as usize);
+            }
+            experts.extend_from_slice(&order[..k]);
+        }
+        Routing { rows, top_k: k, experts, weights: vec![1.0 / k as f32; rows * k] }
+    }
+
+    /// Rows that the fullest rank receives under [`Problem::uniform`], with padding.
+    pub fn uniform_demand(&self) -> usize {
+        let mut counts = vec![0; self.experts];
+        for rank in 0..self.ranks {
+            self.uniform(rank).experts.iter().for_each(|&expert| counts[expert as usize] += 1);
+        }
+        let ranks = counts.chunks(self.local_experts());
+        ranks.map(|counts| counts.iter().map(|&count| self.padded(count)).sum()).max().unwrap_or(0)
+    }
+
     /// Fills `out` with the token of that step, rank and row.
     pub fn token<E: Element>(&self, step: usize, rank: usize, row: usize, out: &mut [E]) {
         fill(key(&[self.seed, VALUE_STREAM, step as u64, rank as u64, row as u64]), out);

@@ -2,64 +2,37 @@
 
 use crate::Outcome;
 use crate::compare::Comparison;
-use crate::device::{Communicator, Device, Memory, unique_id};
+use crate::device::{Communicator, Device, Memory};
 use crate::digest::Digest;
 use crate::element::{Element, Plain, bytes_of};
 use crate::emulate::{self, Pass};
 use crate::experts::Experts;
-use crate::library::{Library, NO_WINDOW, PATH_VARIABLE, Tensor};
+use crate::library::{Library, NO_WINDOW, Tensor};
 use crate::parallel;
 use crate::progress::Progress;
 use crate::reference::{Reference, Rows, Truth, WeightGradients};
 use crate::rendezvous::Meeting;
 use crate::report::{DigestLine, RankReport, StepReport};
-use crate::routing::Problem;
-use nvte_ep_core::env::{Env, RuntimeKind};
+use crate::session::{Session, Setup, mapped_file};
 use nvte_ep_core::ffi::register_layer::{NVTEEpGroupConfig, NVTEEpHandle, NVTEEpLayerConfig};
 use nvte_ep_core::ffi::types::{kNVTEByte, kNVTEFloat32, kNVTEInt32, kNVTEInt64};
-use nvte_ep_core::sys::{catch_foreign, nccl};
+use nvte_ep_core::sys::catch_foreign;
 use std::ffi::c_int;
-
-/// What a rank needs to know.
-#[derive(Debug)]
-pub struct Setup<'a> {
-    /// The layer and its steps.
-    pub problem: &'a Problem,
-    /// This rank.
-    pub rank: usize,
-    /// Its number on this machine, which chooses the device.
-    pub local_rank: usize,
-    /// SM cap; 0 = the library's choice.
-    pub max_sms: usize,
-    /// Whether to hash the outputs.
-    pub digest: bool,
-    /// Threads for experts and reference.
-    pub threads: usize,
-}
 
 /// Bytes of a received buffer that are on the host at a time.
 const CHUNK_BYTES: usize = 32 << 20;
 
-/// Runs the rank; `report` holds what was reached, also when an error ends the run.
-pub fn run<E: Element>(setup: &Setup, meeting: &Meeting, progress: &Progress, report: &mut RankReport) -> Outcome<()> {
-    let mut env = Env::from_process()?;
-    progress.at(0, "loading libraries");
-    let library = Library::load(std::env::var_os(PATH_VARIABLE).filter(|path| !path.is_empty()).map(Into::into))?;
-    report.library = library.version()?;
-    report.library_path = library.path.display().to_string();
-    if env.runtime == RuntimeKind::Host && env.host_lib.is_none() {
-        // The library takes the host runtime beside itself; this program has to use the same one.
-        env.host_lib =
-            library.path.parent().map(|folder| folder.join("libnvte_ep_host.so")).filter(|path| path.exists());
-    }
-    let device = Device::open(&env, setup.local_rank)?;
-    report.device = format!("{} ({}, {} SMs)", device.facts.name, device.ordinal, device.facts.sm_count);
-    report.nccl = nccl::version_text(device.base.nccl.version()?);
-    progress.at(0, "meeting the other ranks");
-    let id = meeting.exchange(|| unique_id(device.base))?;
-    progress.at(0, "joining the communicator");
-    let communicator = Communicator::join(&device, id, setup.rank, setup.problem.ranks)?;
-    let mut layer = Layer::<E>::new(setup, &library, &device, &communicator, progress, report)?;
+/// Runs the rank; `report` holds what was reached, also when an error ends the run. `digest`: whether to hash the outputs.
+pub fn run<E: Element>(
+    setup: &Setup,
+    digest: bool,
+    meeting: &Meeting,
+    progress: &Progress,
+    report: &mut RankReport,
+) -> Outcome<()> {
+    let session = Session::join(setup, meeting, progress, report)?;
+    let Session { library, device, communicator } = &session;
+    let mut layer = Layer::<E>::new(setup, digest, library, device, communicator, progress, report)?;
     report.nccl_ep_path = mapped_file("libnccl_ep");
     for step in 0..setup.problem.steps {
         let (done, digests) = layer.step(step)?;
@@ -69,18 +42,8 @@ pub fn run<E: Element>(setup: &Setup, meeting: &Meeting, progress: &Progress, re
     }
     drop(layer);
     progress.at(setup.problem.steps, "shutting down");
-    communicator.barrier(&device)?;
-    let shutdown = library.functions.nvte_ep_shutdown;
-    // SAFETY: takes nothing; no work is queued.
-    catch_foreign("nvte_ep_shutdown", || unsafe { shutdown() })?;
-    communicator.leave()
-}
-
-/// The file mapped into this process whose name contains `name`.
-fn mapped_file(name: &str) -> Option<String> {
-    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
-    let path = maps.lines().filter_map(|line| line.split_once('/')).map(|(_, path)| format!("/{path}"));
-    path.into_iter().find(|path| path.rsplit('/').next().is_some_and(|file| file.contains(name)))
+    session.shutdown()?;
+    session.leave()
 }
 
 /// All comparisons of a rank.
@@ -155,6 +118,7 @@ struct Buffers {
 /// A registered layer and everything to run and check it.
 struct Layer<'a, E> {
     setup: &'a Setup<'a>,
+    digest: bool,
     library: &'a Library,
     device: &'a Device,
     communicator: &'a Communicator,
@@ -183,6 +147,7 @@ struct Received {
 impl<'a, E: Element> Layer<'a, E> {
     fn new(
         setup: &'a Setup<'a>,
+        digest: bool,
         library: &'a Library,
         device: &'a Device,
         communicator: &'a Communicator,
@@ -242,6 +207,7 @@ impl<'a, E: Element> Layer<'a, E> {
         let handle_tensor = library.tensor(buffers.handle.address, kNVTEByte, &[handle_bytes])?;
         Ok(Self {
             setup,
+            digest,
             library,
             device,
             communicator,
@@ -262,7 +228,7 @@ impl<'a, E: Element> Layer<'a, E> {
         let (truth, rows) = (self.reference.truth(step), problem.tokens_of(step, self.setup.rank));
         self.progress.at(step, "uploading inputs");
         self.upload_inputs(&truth)?;
-        let mut log = StepLog { step, digest: self.setup.digest, threads: self.setup.threads, ..StepLog::default() };
+        let mut log = StepLog { step, digest: self.digest, threads: self.setup.threads, ..StepLog::default() };
         let counts = self.forward(&truth, rows, &mut log)?;
         let received = self.run_experts(&truth, &counts, &mut log)?;
         let expected_weight_gradients = self.combine(&truth, rows, &mut log)?;

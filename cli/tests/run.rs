@@ -19,8 +19,12 @@ const FOREIGN: [&str; 9] = [
 ];
 
 fn command(arguments: &[&str]) -> Command {
+    subcommand("run", arguments)
+}
+
+fn subcommand(name: &str, arguments: &[&str]) -> Command {
     let mut command = Command::new(PROGRAM);
-    command.arg("run").args(arguments).stdin(Stdio::null());
+    command.arg(name).args(arguments).stdin(Stdio::null());
     for name in FOREIGN {
         command.env_remove(name);
     }
@@ -185,4 +189,38 @@ fn faults_that_cannot_be_read_are_refused() {
     let (code, printed) = faulty("rank=1,call=ncclEpDispatch,do=vanish");
     assert_eq!(code, Some(1), "{printed}");
     assert!(printed.contains("do must be delay, stop, kill, abort, exit or fail, got \"vanish\""), "{printed}");
+}
+
+#[test]
+fn bench_times_both_kinds_of_groups_and_finds_the_same_bits() {
+    let arguments = ["--runtime=host", "--ranks=2", "--tokens=40", "--hidden=512", "--experts=8", "--top-k=4"];
+    let output = subcommand("bench", &arguments).args(["--iterations=2", "--json"]).output().unwrap();
+    assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["passed"], true);
+    let capacity = report["ranks"][0]["capacity"].as_u64().unwrap();
+    assert!(capacity >= 40 * 2 * 4 / 2 && capacity.is_multiple_of(128), "{capacity}");
+    for rank in 0..2 {
+        let modes = report["ranks"][rank]["modes"].as_array().unwrap();
+        assert_eq!([&modes[0]["transfer"], &modes[1]["transfer"]], ["staged", "zero-copy"]);
+        assert_eq!(modes[0]["digests"], modes[1]["digests"]);
+        let outputs = modes[0]["digests"].as_array().unwrap();
+        assert_eq!(outputs.len(), 11);
+        assert!(outputs.iter().all(|output| output["rows"].as_u64().unwrap() > 0));
+        for mode in modes {
+            assert!(mode["milliseconds"].as_array().unwrap().iter().all(|time| time.as_f64().unwrap() > 0.0));
+            let memory = |part: &str| mode["memory"][part].as_u64().unwrap();
+            let parts = ["staging", "scratch", "handle", "symmetric"].map(memory);
+            assert_eq!(memory("predicted"), parts.iter().sum::<u64>());
+            assert_eq!(memory("payloads"), capacity * 512 * 4 + capacity * 16);
+            assert!(mode["memory"]["measured"].is_null(), "the host runtime has no device memory of its own");
+        }
+        assert_eq!(modes[0]["memory"]["symmetric"], 0);
+        assert_eq!(modes[1]["memory"]["symmetric"], 64 << 20);
+    }
+    let output = subcommand("bench", &arguments).args(["--iterations=1", "--transfer=staged"]).output().unwrap();
+    let printed = text(&output.stdout);
+    assert!(output.status.success() && printed.ends_with(&format!("{PASSED}\n")), "{printed}");
+    assert!(printed.contains("dispatch, MXFP8") && printed.contains("not measured"), "{printed}");
+    assert!(!printed.contains("zero-copy"), "{printed}");
 }

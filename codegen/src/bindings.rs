@@ -31,6 +31,7 @@ const FUNCTIONS: &[&str] = &[
     "ncclMemAlloc",
     "ncclMemFree",
     "ncclCommWindow(Register|Deregister)",
+    "ncclWinGetUserPtr",
     "cu(Init|DriverGetVersion|GetErrorName|GetErrorString)",
     "cuDevice(Get|GetCount|GetName|GetAttribute)",
     "cuDevicePrimaryCtx(Retain|Release)(_v2)?",
@@ -41,6 +42,7 @@ const FUNCTIONS: &[&str] = &[
     "cuPointerGetAttribute",
     "cuModule(LoadData|Unload|GetFunction)",
     "cuLaunchKernel",
+    "cuThreadExchangeStreamCaptureMode",
 ];
 const TYPES: &[&str] = &[
     "cudaError",

@@ -27,6 +27,10 @@ const CUDA_STREAM: &str = "struct CUstream_st;\n/** A CUDA stream; the CUDA head
 const NCCL_WINDOW: &str = "struct ncclWindow_vidmem;\n/** An NCCL window; nccl.h declares the same type. */\n\
                            typedef struct ncclWindow_vidmem *ncclWindow_t;";
 
+/// An object that callers see by its pointer only.
+const EXT_OPTIONS: &str = "/** Options of a group, made by nvte_ep_ext_options_create. */\n\
+                           typedef struct NVTEEpExtOptions NVTEEpExtOptions;";
+
 /// What the CUDA headers only declare; cbindgen would give bindgen's stand-ins a body.
 const CUDA_OPAQUE: &str = "typedef struct CUstream_st CUstream_st;\ntypedef struct CUevent_st CUevent_st;\n\
                            typedef struct CUgraphNode_st CUgraphNode_st;";
@@ -113,12 +117,23 @@ const HEADERS: &[Header] = &[
     },
     Header {
         path: "nvte_ep/nvte_ep_ext.h",
-        about: "nvte-ep's additions to the interface.",
+        about: "nvte-ep's additions to the interface, for every ABI. Every function but nvte_ep_ext_version throws std::runtime_error.",
         guard: "NVTE_EP_EXT_H_",
-        sources: &["abi/ext.rs"],
-        includes: &[],
-        foreign: "",
-        exclude: &[],
+        sources: &["src/ffi/ext.rs", "abi/ext.rs"],
+        includes: &["transformer_engine/ep.h"],
+        foreign: EXT_OPTIONS,
+        exclude: &["NVTEEpExtOptions"],
+        bindings: &[],
+    },
+    // It includes the ep.h beside it, so it exists beside each.
+    Header {
+        path: "nvte_ep/te/nvte_ep_ext.h",
+        about: "nvte-ep's additions to the interface, for every ABI. Every function but nvte_ep_ext_version throws std::runtime_error.",
+        guard: "NVTE_EP_EXT_H_",
+        sources: &["src/ffi/ext.rs", "abi/ext.rs"],
+        includes: &["transformer_engine/ep.h"],
+        foreign: EXT_OPTIONS,
+        exclude: &["NVTEEpExtOptions"],
         bindings: &[],
     },
     Header {

@@ -207,8 +207,17 @@ fn windows_need_aligned_memory_of_ncclmemalloc() {
         assert_eq!(register(other.pointer.cast(), 64).0, ncclInvalidArgument);
         let (code, window) = register(memory, 8192);
         nccl_ok(code);
+        let user_pointer = |window| {
+            let mut found = ptr::null_mut();
+            // SAFETY: the result pointer is ours.
+            let code = unsafe { ncclWinGetUserPtr(rank.comm, window, &raw mut found) };
+            (code, found)
+        };
+        assert_eq!(user_pointer(window), (ncclSuccess, memory));
+        assert_eq!(user_pointer(ptr::null_mut()), (ncclInvalidArgument, ptr::null_mut()));
         // SAFETY: no preconditions.
         nccl_ok(unsafe { ncclCommWindowDeregister(rank.comm, window) });
+        assert_eq!(user_pointer(window).0, ncclInvalidArgument);
         // SAFETY: no preconditions; a second time is refused.
         assert_eq!(unsafe { ncclCommWindowDeregister(rank.comm, window) }, ncclInvalidArgument);
         // SAFETY: nobody uses the memory.

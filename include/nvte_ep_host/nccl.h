@@ -466,6 +466,14 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm,
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t win);
 
 /**
+ * The address that a window was registered with.
+ *
+ * What the caller vouches for:
+ * `outUserPtr` is null or writable.
+ */
+ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t win, void **outUserPtr);
+
+/**
  * Description of a result code.
  *
  * What the caller vouches for:

@@ -39,12 +39,11 @@ compiles() {
 }
 for compiler in "gcc -std=c11 -x c" "g++ -std=c++17 -x c++" "clang -std=c11 -x c" "clang++ -std=c++17 -x c++"; do
   for folder in nvte_ep nvte_ep/te; do
-    for header in transformer_engine/ep.h transformer_engine/comm_window.h transformer_engine/transformer_engine.h; do
+    for header in transformer_engine/ep.h transformer_engine/comm_window.h transformer_engine/transformer_engine.h nvte_ep_ext.h; do
       check "$folder/$header alone, $compiler" compiles "$compiler" -pedantic $folder "$header" "$header"
       check "$folder/$header after CUDA and NCCL, $compiler" compiles "$compiler" "$real" $folder cuda_runtime_api.h nccl.h "$header"
     done
   done
-  check "nvte_ep_ext.h alone, $compiler" compiles "$compiler" -pedantic nvte_ep nvte_ep_ext.h
   check "the host runtime's headers, $compiler" compiles "$compiler" "-pedantic -I$ROOT/include/nvte_ep_host" nvte_ep \
     cuda_runtime_api.h nccl.h nvte_ep_host.h transformer_engine/ep.h
 done

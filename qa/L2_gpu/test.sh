@@ -49,4 +49,9 @@ for dtype in bf16 f16 f32; do check "host and GPU agree, $dtype" same --ranks 2 
 check "host and GPU agree, 4 ranks" same --ranks 4 --align 128 --top-k 8 --experts 64
 
 check "nvte-ep run, real size" run --ranks 4 --tokens 4096 --hidden 7168 --top-k 8 --experts 64 --dtype bf16 --steps 3
+# Staged against zero-copy: times, the same bits, and device memory predicted and measured.
+bench() { $limit "$bundle/nvte-ep" bench --runtime cuda --ranks 4 "$@"; }
+check "bench, real size" bench --tokens 4096 --hidden 7168 --top-k 8 --experts 64
+check "bench, many experts" bench --tokens 4096 --hidden 4096 --top-k 8 --experts 128 --align 128
+check "bench, small rows" bench --tokens 16384 --hidden 2048 --top-k 4 --experts 64
 finish

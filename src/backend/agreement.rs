@@ -20,13 +20,15 @@ const MAX_TEXT: usize = RECORD - HEAD;
 /// rank meets it; the kind, and which try it was, tell that such a pair does not belong together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u64)]
-enum Kind {
+pub(crate) enum Kind {
     /// The first round of initialize.
     Statement = 0x4E56_5445_0001,
     /// The second round of initialize: a rank that gave up in the first has not been counted on.
     Confirm,
     /// shutdown.
     Barrier,
+    /// A collective call about symmetric memory.
+    Symmetric,
 }
 
 /// One rank's statement: numbers that must agree, numbers that tell where it runs, and why it cannot go on, if so.
@@ -132,14 +134,19 @@ impl Meeting {
         Ok(Self { base, comm, facts, stream, scratch })
     }
 
-    /// Every rank's statement, by rank; collective. `names` names the numbers that must agree.
+    /// Every rank's statement, by rank; collective. `what` names the wait in the text of a time-out.
     ///
     /// # Safety
     /// The communicator is live.
-    pub(crate) unsafe fn exchange(&self, own: &Statement, limit: Option<Duration>) -> Result<Vec<Statement>> {
-        let what = "all ranks to call nvte_ep_initialize";
+    pub(crate) unsafe fn exchange(
+        &self,
+        kind: Kind,
+        own: &Statement,
+        limit: Option<Duration>,
+        what: &str,
+    ) -> Result<Vec<Statement>> {
         // SAFETY: the caller vouches for the communicator.
-        let all = unsafe { self.all_gather(Kind::Statement, own.encode(), limit, what)? };
+        let all = unsafe { self.all_gather(kind, own.encode(), limit, what)? };
         Ok(all.chunks_exact(RECORD).map(|r| Statement::decode(r, own.equal.len(), own.own.len())).collect())
     }
 
@@ -199,6 +206,11 @@ impl Meeting {
         if let Err(error) = self.close() {
             tracing::warn!(target: "nvte_ep", "{error}");
         }
+    }
+
+    /// Bytes of its device memory.
+    pub(crate) fn bytes(&self) -> u64 {
+        RECORD as u64 * (self.facts.size as u64 + 1)
     }
 
     /// Frees stream and memory; only after everything queued is done.

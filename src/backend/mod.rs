@@ -3,23 +3,27 @@
 
 mod agreement;
 mod nccl_ep;
+mod symm;
 mod topk_idx;
 
 pub use nccl_ep::Communicator;
 
-use crate::config::{GroupConfig, GroupRequest, LayerConfig, RecvCapacity, SlabAlignment};
+use crate::config::{Dialect, GroupConfig, GroupRequest, LayerConfig, Overflow, RecvCapacity, SlabAlignment};
 use crate::dtype::DType;
 use crate::env::{Env, RuntimeKind};
 use crate::error::{Error, Result};
 use crate::handle_cache::{Entry, HandleCache, HandleKey, Lookup};
-use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare, Prepared};
-use crate::preflight::{self, Place};
+use crate::memory::GroupMemory;
+use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Payloads, Prepare, Prepared};
+use crate::options::Options;
+use crate::preflight::{self, GroupVariables, Place};
 use crate::stamp::{COUNTERS, NOT_EXPERTS_OFFSET, STAMP_BYTES, Stamp, TOTAL_OFFSET};
+use crate::symm_pool::{self, PoolStatistics};
 use crate::sys::cuda::Stream;
 use crate::sys::nccl::CommFacts;
 use crate::sys::{self, Base, NcclEpLibrary};
-use crate::tensor::{Shape, TensorView};
-use agreement::{Meeting, Statement};
+use crate::tensor::{Shape, TensorView, Window};
+use agreement::{Kind, Meeting, Statement};
 use nvte_ep_bindings as b;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, HashMap};
@@ -27,6 +31,7 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use symm::Symm;
 use topk_idx::IndexCopier;
 
 type Slot = Arc<Mutex<Option<Backend>>>;
@@ -82,6 +87,7 @@ struct Backend {
     /// Dropped by [`Backend::destroy`] alone, and only where CUDA may still be called.
     index_copier: ManuallyDrop<IndexCopier>,
     meeting: Meeting,
+    symm: Symm,
     layers: HashMap<u64, Layer>,
     /// NCCL EP's handle memory sizes by top_k, asked once each.
     nccl_bytes: HashMap<u32, usize>,
@@ -92,8 +98,34 @@ struct Backend {
     process: u32,
 }
 
+/// What a step's routing needs of a rank's receive buffers, in rows with their padding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RecvTotals {
+    /// Rows that arrive.
+    pub needed: u64,
+    /// Rows of those that the buffers take.
+    pub received: u64,
+    /// Rows of those that are dropped.
+    pub dropped: u64,
+}
+
+/// Device memory of a group, of this rank, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryUsage {
+    /// NCCL EP's buffers.
+    pub group: GroupMemory,
+    /// The library's own.
+    pub library: u64,
+    /// Handle memory, which callers allocate, of all open handles.
+    pub handles: u64,
+    /// How many handles are open.
+    pub open_handles: u64,
+    /// The symmetric pool.
+    pub symmetric: PoolStatistics,
+}
+
 /// The numbers that must be equal on all ranks, by name.
-fn agreed(config: &GroupConfig, nccl: i32) -> Vec<(String, u64)> {
+fn agreed(config: &GroupConfig, options: &Options, nccl: i32) -> Vec<(String, u64)> {
     let version = |part: &str| part.parse::<u64>().expect("Cargo's versions are numbers");
     let recv_capacity = match config.recv_capacity {
         RecvCapacity::Eager => 0,
@@ -114,7 +146,18 @@ fn agreed(config: &GroupConfig, nccl: i32) -> Vec<(String, u64)> {
         | version(env!("CARGO_PKG_VERSION_MINOR")) << 16
         | version(env!("CARGO_PKG_VERSION_PATCH"));
     let versions = [("NCCL version".to_owned(), nccl as u64), ("nvte-ep version".to_owned(), ours)];
-    fields.into_iter().map(|(name, value)| (format!("group_config.{name}"), value)).chain(versions).collect()
+    // Those that have become fields of the configuration are compared as such.
+    let options = [
+        ("dispatch_sms", options.dispatch_sms.unwrap_or(0).into()),
+        ("combine_sms", options.combine_sms.unwrap_or(0).into()),
+        ("preprocess_sms", options.preprocess_sms.unwrap_or(0).into()),
+        ("backend", options.backend as u64),
+        ("deterministic", options.deterministic.map_or(2, u64::from)),
+        ("symm_segment_bytes", options.symm_segment_bytes),
+    ];
+    let options = options.into_iter().map(|(name, value)| (format!("option {name}"), value));
+    let fields = fields.into_iter().map(|(name, value)| (format!("group_config.{name}"), value));
+    fields.chain(options).chain(versions).collect()
 }
 
 /// Creates the EP group of the calling thread's current device over `comm`. Collective.
@@ -124,14 +167,16 @@ fn agreed(config: &GroupConfig, nccl: i32) -> Vec<(String, u64)> {
 ///
 /// # Safety
 /// `comm` is null, or a live communicator that outlives [`shutdown`].
-pub unsafe fn initialize(comm: Communicator, request: GroupRequest) -> Result<()> {
+pub unsafe fn initialize(comm: Communicator, request: GroupRequest, options: &Options) -> Result<()> {
     crate::log::start();
-    let config = GroupConfig::try_from(request)?;
+    let config = GroupConfig::try_from(options.apply(request)?)?;
     if comm.0 == 0 {
         let required = format!("must be an ncclComm_t over the group's {} ranks", config.ep_size);
         return Err(Error::argument("ep_comm", required, "NULL"));
     }
-    let env = Env::from_process()?;
+    let mut env = Env::from_process()?;
+    env.timeout = options.timeout.unwrap_or(env.timeout);
+    env.shutdown_timeout = options.shutdown_timeout.unwrap_or(env.shutdown_timeout);
     let base = sys::base(&env)?;
     let device = base.cuda.current_device()?;
     // SAFETY: the caller vouches for `comm`.
@@ -144,7 +189,7 @@ pub unsafe fn initialize(comm: Communicator, request: GroupRequest) -> Result<()
         return Err(Error::AlreadyInitialized { device });
     }
     // SAFETY: as above, and the communicator's device is current.
-    *backend = Some(unsafe { Backend::create(base, env, device, comm, comm_facts, config) }?);
+    *backend = Some(unsafe { Backend::create(base, env, device, comm, comm_facts, config, options) }?);
     tracing::info!(target: "nvte_ep", device, ?config, rank = comm_facts.rank, "EP group created");
     Ok(())
 }
@@ -246,10 +291,12 @@ impl EpGroup {
     pub unsafe fn prepare(&self, handle: &HandleRef, claim: LayerClaim, call: &Prepare, stream: Stream) -> Result<()> {
         let mut locked = self.lock()?;
         let backend = locked.backend();
+        // SAFETY: passed on.
+        unsafe { backend.require_working(stream) }?;
         let layer = backend.claimed_layer(handle, claim)?;
         let prepared = call.check(&backend.config, &layer.config)?;
         // SAFETY: passed on.
-        unsafe { backend.prepare(handle, &layer, call, prepared, stream) }
+        unsafe { backend.prepare(handle, &layer, call, prepared, stream) }.map_err(|error| backend.explain(error))
     }
 
     /// [`EpGroup::prepare`] and [`EpGroup::dispatch`], both checked before either is queued (in eager mode all but the
@@ -270,16 +317,22 @@ impl EpGroup {
     ) -> Result<()> {
         let mut locked = self.lock()?;
         let backend = locked.backend();
+        // SAFETY: passed on.
+        unsafe { backend.require_working(stream) }?;
         let layer = backend.claimed_layer(handle, claim)?;
         let mut prepared = prepare.check(&backend.config, &layer.config)?;
+        let dispatch = backend.find_scales(*dispatch);
         let mut call = dispatch.check(&backend.config, &layer.config, prepared)?;
+        backend.settle_windows(&mut call)?;
         // SAFETY: passed on.
-        unsafe { backend.prepare(handle, &layer, prepare, prepared, stream) }?;
+        unsafe { backend.prepare(handle, &layer, prepare, prepared, stream) }
+            .map_err(|error| backend.explain(error))?;
         if backend.config.recv_capacity == RecvCapacity::Eager {
             // Only now is the total known that the receive side has to hold.
             // SAFETY: passed on.
             prepared = unsafe { backend.with_total(handle, prepared, stream) }?;
             call = dispatch.check(&backend.config, &layer.config, prepared)?;
+            backend.settle_windows(&mut call)?;
         }
         let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
         // SAFETY: passed on.
@@ -290,24 +343,27 @@ impl EpGroup {
     ///
     /// # Safety
     /// As [`EpGroup::prepare`].
-    unsafe fn replay<C>(
+    unsafe fn replay<C: Payloads>(
         &self,
         handle: &HandleRef,
         stream: Stream,
-        check: impl FnOnce(&GroupConfig, &LayerConfig, Prepared) -> Result<C>,
+        check: impl FnOnce(&Backend, &LayerConfig, Prepared) -> Result<C>,
         run: impl FnOnce(&nccl_ep::Group, &nccl_ep::Handle, C) -> Result<()>,
     ) -> Result<()> {
         let mut locked = self.lock()?;
         let backend = locked.backend();
+        // SAFETY: passed on.
+        unsafe { backend.require_working(stream) }?;
         // SAFETY: passed on.
         let (layer, mut prepared) = unsafe { backend.prepared_layer(handle, stream) }?;
         if backend.config.recv_capacity == RecvCapacity::Eager {
             // SAFETY: passed on.
             prepared = unsafe { backend.with_total(handle, prepared, stream) }?;
         }
-        let call = check(&backend.config, &layer.config, prepared)?;
+        let mut call = check(backend, &layer.config, prepared)?;
+        backend.settle_windows(&mut call)?;
         let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
-        run(group, &entry.handle, call)
+        run(group, &entry.handle, call).map_err(|error| backend.explain(error))
     }
 
     /// Sends each token's row to the ranks of its experts.
@@ -323,7 +379,7 @@ impl EpGroup {
             unsafe { group.dispatch(handle, &call, stream) }
         };
         // SAFETY: passed on.
-        unsafe { self.replay(handle, stream, |g, l, p| call.check(g, l, p), run) }
+        unsafe { self.replay(handle, stream, |b, l, p| b.find_scales(*call).check(&b.config, l, p), run) }
     }
 
     /// Sums each token's rows back on its own rank; unweighted.
@@ -339,7 +395,7 @@ impl EpGroup {
             unsafe { group.combine(handle, &call, stream) }
         };
         // SAFETY: passed on.
-        unsafe { self.replay(handle, stream, |g, _, p| call.check(g, p), run) }
+        unsafe { self.replay(handle, stream, |b, _, p| call.check(&b.config, p), run) }
     }
 
     /// Gradient of [`EpGroup::dispatch`].
@@ -355,7 +411,7 @@ impl EpGroup {
             unsafe { group.dispatch_bwd(handle, &call, stream) }
         };
         // SAFETY: passed on.
-        unsafe { self.replay(handle, stream, |g, l, p| call.check(g, l, p), run) }
+        unsafe { self.replay(handle, stream, |b, l, p| call.check(&b.config, l, p), run) }
     }
 
     /// Gradient of [`EpGroup::combine`].
@@ -371,7 +427,97 @@ impl EpGroup {
             unsafe { group.combine_bwd(handle, &call, stream) }
         };
         // SAFETY: passed on.
-        unsafe { self.replay(handle, stream, |g, _, p| call.check(g, p), run) }
+        unsafe { self.replay(handle, stream, |b, _, p| b.find_scales(*call).check(&b.config, p), run) }
+    }
+}
+
+impl EpGroup {
+    /// What the last prepare over the handle memory `mem` found: waits for all that is queued on `stream`.
+    ///
+    /// # Errors
+    /// Memory that was not prepared; a stream that captures; or an error of the queued work.
+    ///
+    /// # Safety
+    /// As [`EpGroup::prepare`].
+    pub unsafe fn recv_totals(&self, mem: &TensorView, stream: Stream) -> Result<RecvTotals> {
+        let mut locked = self.lock()?;
+        // SAFETY: passed on.
+        unsafe { locked.backend().recv_totals(mem, stream) }
+    }
+
+    /// Hands out `bytes` bytes of symmetric memory, at the same offset of the same window on every rank; collective, and
+    /// behind all queued work of all ranks.
+    ///
+    /// # Errors
+    /// No bytes or no memory; ranks that disagree or do not come (then on every rank).
+    pub fn symm_alloc(&self, bytes: u64) -> Result<symm_pool::Place> {
+        let mut locked = self.lock()?;
+        let backend = locked.backend();
+        // SAFETY: the communicator outlives the group, by initialize's contract.
+        unsafe { backend.symm.alloc(&backend.meeting, bytes) }
+    }
+
+    /// Takes back what [`EpGroup::symm_alloc`] handed out; host only, in one order on all ranks.
+    ///
+    /// # Errors
+    /// An address that it did not hand out, or that was given back already.
+    pub fn symm_free(&self, address: u64) -> Result<()> {
+        self.lock()?.backend().symm.free(address)
+    }
+
+    /// Registers a caller's memory as a window; collective, and behind all queued work of all ranks.
+    ///
+    /// # Errors
+    /// Memory that is no window's; ranks that disagree or do not come (then on every rank).
+    ///
+    /// # Safety
+    /// The memory has `bytes` bytes, is NCCL's or of the driver's virtual memory functions, and stays until it is
+    /// deregistered or the group has ended.
+    pub unsafe fn window_register(&self, address: u64, bytes: u64) -> Result<Window> {
+        let mut locked = self.lock()?;
+        let backend = locked.backend();
+        // SAFETY: passed on; the communicator outlives the group, by initialize's contract.
+        unsafe { backend.symm.window_register(&backend.meeting, address, bytes) }
+    }
+
+    /// Ends what [`EpGroup::window_register`] began; collective, and behind all queued work of all ranks.
+    ///
+    /// # Errors
+    /// An address that is not registered; ranks that do not come.
+    pub fn window_deregister(&self, address: u64) -> Result<()> {
+        let mut locked = self.lock()?;
+        let backend = locked.backend();
+        // SAFETY: the communicator outlives the group, by initialize's contract.
+        unsafe { backend.symm.window_deregister(&backend.meeting, address) }
+    }
+
+    /// What lies at `address`, if that is in symmetric memory that this group handed out or registered.
+    ///
+    /// # Errors
+    /// [`Error::NotInitialized`].
+    pub fn symmetric_place(&self, address: u64) -> Result<Option<symm_pool::Place>> {
+        Ok(self.lock()?.backend().symm.place_of(address))
+    }
+
+    /// Device memory of the group; host only.
+    ///
+    /// # Errors
+    /// [`Error::NotInitialized`].
+    pub fn memory_usage(&self) -> Result<MemoryUsage> {
+        let mut locked = self.lock()?;
+        let backend = locked.backend();
+        let open: Vec<LayerConfig> = backend.handles.layers().collect();
+        let mut handles = 0;
+        for layer in &open {
+            handles += backend.layer_of(*layer)?.mem_bytes() as u64;
+        }
+        Ok(MemoryUsage {
+            group: GroupMemory::of(&backend.config),
+            library: backend.meeting.bytes(),
+            handles,
+            open_handles: open.len() as u64,
+            symmetric: backend.symm.statistics(),
+        })
     }
 }
 
@@ -394,6 +540,7 @@ impl Backend {
         comm: Communicator,
         comm_facts: CommFacts,
         config: GroupConfig,
+        options: &Options,
     ) -> Result<Self> {
         let facts = base.cuda.device_facts(device)?;
         let nccl = base.nccl.version()?;
@@ -410,6 +557,7 @@ impl Backend {
             preflight::device(device, &facts)?;
             preflight::nccl_version(nccl)?;
             let library = sys::nccl_ep(base, &env)?;
+            preflight::separate_sms(&config, options, library)?;
             match base.runtime {
                 RuntimeKind::Cuda => preflight::jit(base, library, nccl)?.export(),
                 RuntimeKind::Host => preflight::host_compiler(library)?,
@@ -419,7 +567,7 @@ impl Backend {
         };
         // A rank that cannot go on says so to all of them, rather than leave them waiting for it.
         let ready = ready();
-        let (names, equal): (Vec<_>, Vec<_>) = agreed(&config, nccl).into_iter().unzip();
+        let (names, equal): (Vec<_>, Vec<_>) = agreed(&config, options, nccl).into_iter().unzip();
         let own = Statement {
             equal,
             own: vec![place.host, place.device, place.sm_count.into()],
@@ -427,7 +575,8 @@ impl Backend {
         };
         let meeting = Meeting::new(base, comm, comm_facts)?;
         // SAFETY: the caller vouches for `comm`.
-        let statements = unsafe { meeting.exchange(&own, env.timeout) }?;
+        let statements =
+            unsafe { meeting.exchange(Kind::Statement, &own, env.timeout, "all ranks to call nvte_ep_initialize") }?;
         let places: Vec<Place> = statements
             .iter()
             .map(|statement| match *statement.own.as_slice() {
@@ -436,14 +585,14 @@ impl Backend {
             })
             .collect();
         let agreed = agreement::compare(&names, &statements)
-            .and_then(|()| preflight::sm_cap(config.dialect.sm_field, config.max_num_sms, &places))
-            .and_then(|cap| {
+            .and_then(|()| preflight::sm_counts(&config, options, &places))
+            .and_then(|sms| {
                 // All ranks come here or none does: what was compared is the same on all of them.
                 // SAFETY: the caller vouches for `comm`.
-                unsafe { meeting.confirm(env.timeout) }.map(|()| cap)
+                unsafe { meeting.confirm(env.timeout) }.map(|()| sms)
             });
-        let (library, index_copier, max_num_sms) = match (ready, agreed) {
-            (Ok((library, index_copier)), Ok(max_num_sms)) => (library, index_copier, max_num_sms),
+        let (library, index_copier, sms) = match (ready, agreed) {
+            (Ok((library, index_copier)), Ok(sms)) => (library, index_copier, sms),
             (_, Err(error @ Error::TimeOut { .. })) => return Err(error),
             (ready, agreed) => {
                 meeting.close_after_failure();
@@ -455,8 +604,11 @@ impl Backend {
             preflight::widen_local_kernels(&places, place);
             preflight::keep_slot_order();
         }
+        let variables = GroupVariables::set(options, sms);
         // SAFETY: the caller vouches for `comm` and the current device.
-        let group = match unsafe { nccl_ep::Group::create(base, library, comm, &config, max_num_sms) } {
+        let group = unsafe { nccl_ep::Group::create(base, library, comm, &config, sms.dispatch.max(sms.combine)) };
+        drop(variables);
+        let group = match group {
             Ok(group) => group,
             Err(error) => {
                 meeting.close_after_failure();
@@ -472,6 +624,7 @@ impl Backend {
             HandleCache::new(config.relocation, env.handle_cache_size.limit(config.dialect.default_handle_limit));
         static EPOCH: AtomicU64 = AtomicU64::new(0);
         Ok(Self {
+            symm: Symm::new(base, comm, device, options.symm_segment_bytes, env.timeout),
             base,
             env,
             config,
@@ -606,6 +759,70 @@ impl Backend {
         Ok(Stamp(unsafe { self.base.cuda.read_words(address, stream) }?))
     }
 
+    /// Fails if the device has failed: NCCL EP aborts or exits on a failed device (nccl_ep 0.1.0).
+    ///
+    /// # Safety
+    /// `stream` is a stream of the group's device.
+    unsafe fn require_working(&self, stream: Stream) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.base.cuda.require_working(stream) }.map_err(|error| self.explain(error))
+    }
+
+    /// An error of queued work, with the reason that this group may have given for it.
+    fn explain(&self, error: Error) -> Error {
+        let fatal = [b::CUDA_ERROR_LAUNCH_FAILED, b::CUDA_ERROR_ASSERT, b::CUDA_ERROR_ILLEGAL_INSTRUCTION];
+        let is_fatal = |call: &str, code: i64| match call.starts_with("cu") {
+            true => fatal.iter().any(|fatal| i64::from(*fatal) == code),
+            false => code == i64::from(b::ncclUnhandledCudaError),
+        };
+        match (&error, self.config.recv_capacity, self.config.overflow) {
+            (Error::Library { call, code, text }, RecvCapacity::Fixed(rows), Overflow::Trap)
+                if is_fatal(call, *code) =>
+            {
+                let text = format!(
+                    "{text}; a step that needs more rows than max_recv_tokens_per_rank, {rows}, ends this way (raise it, or \
+                     initialize with overflow = drop); the process has to end"
+                );
+                Error::Library { call, code: *code, text }
+            }
+            _ => error,
+        }
+    }
+
+    /// In the ABI whose windows have no place for scales, those of rows that lie in a window are looked up by their
+    /// address.
+    fn find_scales<C: Payloads>(&self, mut call: C) -> C {
+        for rows in call.payloads().into_iter().flatten() {
+            if let (Dialect::REGISTER_LAYER, Some(_), Some(scales)) =
+                (self.config.dialect, rows.window, &mut rows.scales)
+            {
+                scales.window = self.symm.place_of(scales.data).map(|place| place.window);
+            }
+        }
+        call
+    }
+
+    /// Checks the windows of a call's tensors. Those that peers do not reach go by their addresses from here on: nothing is
+    /// gained by a window there, and NCCL EP (0.1.0) does not look at all of them.
+    fn settle_windows(&self, call: &mut impl Payloads) -> Result<()> {
+        for (index, tensor) in call.payloads().into_iter().enumerate() {
+            let Some(tensor) = tensor else { continue };
+            let address = self.symm.check_window(tensor)?;
+            let scales = tensor.scale_tensor(crate::ops::scales_name(tensor));
+            let scales = scales.map_or(Ok(None), |scales| self.symm.check_window(&scales))?;
+            if index == 0 {
+                continue;
+            }
+            if let Some(address) = address {
+                (tensor.data, tensor.window) = (address, None);
+            }
+            if let (Some(address), Some(kept)) = (scales, &mut tensor.scales) {
+                (kept.data, kept.window) = (address, None);
+            }
+        }
+        Ok(())
+    }
+
     /// What the last prepare of `handle` left, with the step's total, which is read back once a prepare: the calling
     /// thread waits for the stream.
     ///
@@ -645,6 +862,36 @@ impl Backend {
         Ok(())
     }
 
+    /// # Safety
+    /// As [`Backend::prepared_layer`].
+    unsafe fn recv_totals(&mut self, mem: &TensorView, stream: Stream) -> Result<RecvTotals> {
+        require_memory(mem, STAMP_BYTES)?;
+        // SAFETY: passed on.
+        if unsafe { self.base.cuda.is_capturing(stream) }.map_err(|error| self.explain(error))? {
+            return Err(Error::State(
+                "the totals are on the device and cannot be waited for while the stream captures a graph: call it after \
+                 the graph was launched"
+                    .into(),
+            ));
+        }
+        // SAFETY: passed on; the stream does not capture.
+        let words = unsafe { self.base.cuda.read_words(mem.data, stream) }.map_err(|error| self.explain(error))?;
+        const { assert!(TOTAL_OFFSET == 2 * size_of::<u32>()) };
+        let [first, second, low, high] = words;
+        if Stamp([first, second]).read(self.epoch).is_none() {
+            let name = mem.name;
+            return Err(Error::State(format!("{name} holds no routing of this group: call nvte_ep_prepare first")));
+        }
+        let needed = u64::from(high) << 32 | u64::from(low);
+        // The step's other calls need not read it again.
+        self.handles.note_total(mem.data, needed);
+        let received = match self.config.recv_capacity {
+            RecvCapacity::Fixed(rows) => needed.min(rows.into()),
+            RecvCapacity::Eager => needed,
+        };
+        Ok(RecvTotals { needed, received, dropped: needed - received })
+    }
+
     /// Exchanges the routing, once `prepared` came out of its checks.
     ///
     /// # Safety
@@ -664,19 +911,19 @@ impl Backend {
         self.handle(handle, layer, None)?;
         // A failed exchange leaves no routing that could be replayed.
         let entry = self.handles.start_prepare(handle.key).expect("built just now");
-        let memory = handle.mem.data;
-        // SAFETY: the caller vouches for tensors and stream.
-        unsafe {
-            // Of the total's two words the kernels write as many as its dtype has.
-            let total = total_of(&handle.mem, call);
-            self.base.cuda.zero(memory + COUNTERS.start as u64, COUNTERS.len(), stream)?;
-            let (copied, not_experts) = (memory + layer.index_offset() as u64, memory + NOT_EXPERTS_OFFSET as u64);
-            let topk_idx =
-                self.index_copier.copy(&call.topk_idx, copied, not_experts, self.config.num_experts, stream)?;
-            self.group.update(&entry.handle, &Prepare { topk_idx, ..*call }, &total, stream)?;
-            if let Some(wanted) = &call.total {
-                self.base.cuda.copy(wanted.data, total.data, wanted.dtype.bytes(1), stream)?;
-            }
+        let (memory, total, cuda) = (handle.mem.data, total_of(&handle.mem, call), &self.base.cuda);
+        let (copied, not_experts) = (memory + layer.index_offset() as u64, memory + NOT_EXPERTS_OFFSET as u64);
+        // Of the total's two words the kernels write as many as its dtype has.
+        // SAFETY: the handle memory starts with room for the stamp and its counters.
+        unsafe { cuda.zero(memory + COUNTERS.start as u64, COUNTERS.len(), stream) }?;
+        let experts = self.config.num_experts;
+        // SAFETY: the caller vouches for tensors and stream; the handle memory ends with room for the copy.
+        let topk_idx = unsafe { self.index_copier.copy(&call.topk_idx, copied, not_experts, experts, stream) }?;
+        // SAFETY: as above.
+        unsafe { self.group.update(&entry.handle, &Prepare { topk_idx, ..*call }, &total, stream) }?;
+        if let Some(wanted) = &call.total {
+            // SAFETY: the caller vouches for its total, which has the dtype of ours.
+            unsafe { cuda.copy(wanted.data, total.data, wanted.dtype.bytes(1), stream) }?;
         }
         let Stamp(words) = Stamp::new(&layer.config, prepared, self.epoch);
         // SAFETY: the handle memory starts with room for the stamp.
@@ -713,10 +960,11 @@ impl Backend {
             return Vec::new();
         }
         let limit = self.env.shutdown_timeout;
+        let base = self.base;
         let quiet = bounded(limit, "the work queued on the device", move || {
-            self.base.cuda.set_current_device(device)?;
+            base.cuda.set_current_device(device)?;
             // SAFETY: takes nothing.
-            self.base.cuda.check("cuCtxSynchronize", unsafe { (self.base.cuda.cuCtxSynchronize)() })
+            base.cuda.check("cuCtxSynchronize", unsafe { (base.cuda.cuCtxSynchronize)() })
         });
         let mut failures: Vec<String> = Vec::new();
         // Peers may still read this rank's windows until they come here too.
@@ -730,17 +978,20 @@ impl Backend {
             tracing::info!(target: "nvte_ep", device, "CUDA is gone already; nothing to destroy");
             return Vec::new();
         }
-        if let Err(error) = met {
+        if let Err(error) = met.map_err(|error| self.explain(error)) {
             // Freeing would wait for the same stuck work, or pull memory from under a peer: the group's memory stays
             // until the process ends.
             let text = format!("{error}; the group's device memory is left to the process's end");
             tracing::warn!(target: "nvte_ep", device, "{text}");
             return vec![text];
         }
-        let Self { group, index_copier, meeting, handles, .. } = self;
+        let Self { group, index_copier, meeting, handles, symm, .. } = self;
         drop(ManuallyDrop::into_inner(index_copier));
-        let handles = handles.into_handles().map(|handle| group.destroy_handle(handle)).collect::<Vec<_>>();
-        for result in handles.into_iter().chain([group.destroy(), meeting.close()]) {
+        let mut ended = handles.into_handles().map(|handle| group.destroy_handle(handle)).collect::<Vec<_>>();
+        ended.push(group.destroy());
+        ended.extend(symm.destroy());
+        ended.push(meeting.close());
+        for result in ended {
             if let Err(error) = result {
                 tracing::warn!(target: "nvte_ep", device, "{error}");
                 failures.push(error.to_string());

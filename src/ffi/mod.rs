@@ -2,6 +2,7 @@
 
 mod abi;
 pub mod comm_window;
+pub mod ext;
 mod guard;
 pub mod register_layer;
 pub mod te;

@@ -21,7 +21,9 @@ pub struct NVTEEpGroupConfig {
     /// Rows of a rank's receive buffers (C), over all its local experts and with their padding; at least
     /// max_tokens_per_rank, rounded up to a multiple of 4. No routing needs more than
     /// ep_size * max_tokens_per_rank * top_k + (num_experts / ep_size) * (alignment - 1). A step that needs more than C rows
-    /// is a fatal error of the device: the next synchronization reports it, and the process has to end.
+    /// is a fatal error of the device: the next synchronization reports it, and the process has to end; with the option
+    /// "overflow" = "drop" the rows beyond are dropped. With the option "eager" = "on" it is 0, and the caller sizes the buffers
+    /// of each step by nvte_ep_ext_recv_totals.
     pub max_recv_tokens_per_rank: c_int,
     /// Elements of a token row, at most; in max_token_dtype a multiple of 16 bytes.
     pub hidden_dim: c_int,
@@ -32,7 +34,7 @@ pub struct NVTEEpGroupConfig {
     pub allow_handle_mem_reloc: c_int,
     /// Widest data type of a token; sizes the staging buffers. 0 = BFloat16.
     pub max_token_dtype: NVTEDType,
-    /// 0 = payloads go through staging buffers; 1 = dispatch output and combine input lie in windows.
+    /// 0 = payloads go through staging buffers; 1 = dispatch output and combine input lie in windows (docs/memory.md).
     pub zero_copy: c_int,
 }
 
@@ -62,6 +64,23 @@ const _: () = {
     assert!(size_of::<NVTEEpGroupConfig>() == 36 && align_of::<NVTEEpGroupConfig>() == 4);
     assert!(size_of::<NVTEEpLayerConfig>() == 16 && size_of::<NVTEEpHandle>() == 16);
 };
+
+impl NVTEEpGroupConfig {
+    /// The request that the C argument `group_config` points to.
+    ///
+    /// # Errors
+    /// NULL.
+    ///
+    /// # Safety
+    /// `pointer` is null or points to a configuration.
+    pub unsafe fn read(pointer: *const Self) -> Result<GroupRequest> {
+        if pointer.is_null() {
+            return Err(Error::argument("group_config", "must not be NULL", "NULL"));
+        }
+        // SAFETY: not null, and the caller vouches for it.
+        Ok(unsafe { pointer.read() }.into())
+    }
+}
 
 impl From<NVTEEpGroupConfig> for GroupRequest {
     fn from(config: NVTEEpGroupConfig) -> Self {

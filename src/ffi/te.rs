@@ -1,7 +1,7 @@
 //! C structures of TransformerEngine's ABI since 2.19. Configurations go by pointer, windows by value.
 
 use super::types::{NVTEDType, NVTETensor};
-use super::versioned::Versioned;
+use super::versioned::{Versioned, read_versioned};
 use super::view::{TensorReader, Windows, required};
 use crate::backend::HandleRef;
 use crate::config::{Dialect, GroupRequest, LayerConfig};
@@ -67,6 +67,20 @@ unsafe impl Versioned for NVTEEpGroupConfig {
 // SAFETY: repr(C), integers, the size first.
 unsafe impl Versioned for NVTEEpLayerConfig {
     const BASE_SIZE: usize = 24;
+}
+
+impl NVTEEpGroupConfig {
+    /// The request that the C argument `group_config` points to.
+    ///
+    /// # Errors
+    /// NULL, or a size below the first layout's.
+    ///
+    /// # Safety
+    /// `pointer` is null or points to as many bytes as its `struct_size` says.
+    pub unsafe fn read(pointer: *const Self) -> Result<GroupRequest> {
+        // SAFETY: passed on.
+        Ok(unsafe { read_versioned("group_config", pointer) }?.into())
+    }
 }
 
 impl From<NVTEEpGroupConfig> for GroupRequest {

@@ -39,6 +39,32 @@ pub unsafe fn read_versioned<T: Versioned>(argument: &str, pointer: *const T) ->
     Ok(unsafe { value.assume_init() })
 }
 
+/// Writes `value` to a caller's structure: as many bytes as its `struct_size` says, at most what we know; the size stays.
+///
+/// # Errors
+/// A null pointer, or a size below the first layout's; `argument` names the C argument.
+///
+/// # Safety
+/// `pointer` is null, or points to as many writable bytes as its `struct_size` says.
+pub unsafe fn write_versioned<T: Versioned>(argument: &str, pointer: *mut T, value: T) -> Result<()> {
+    if pointer.is_null() {
+        return Err(Error::argument(argument, "must not be NULL", "NULL"));
+    }
+    // SAFETY: not null, and the caller vouches for the first field.
+    let size = unsafe { pointer.cast::<usize>().read_unaligned() };
+    if size < T::BASE_SIZE {
+        let required = format!("must be at least {}", T::BASE_SIZE);
+        return Err(Error::argument(format!("{argument}->struct_size"), required, size)
+            .with_remedy("set it to the structure's sizeof before the call"));
+    }
+    let bytes = size.min(size_of::<T>());
+    // SAFETY: the caller vouches for `size` writable bytes, and `value` has as many as are copied.
+    unsafe { std::ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), pointer.cast::<u8>(), bytes) };
+    // SAFETY: not null, and the size is the first field.
+    unsafe { pointer.cast::<usize>().write_unaligned(size) };
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -75,6 +101,19 @@ mod tests {
                 "{text}"
             );
         }
+        let mut callers = [Config { struct_size: 16, first: 9, later: 9 }; 2];
+        let value = Config { struct_size: 24, first: 1, later: 2 };
+        for (size, expected) in [(16, (1, 9)), (24, (1, 2)), (40, (1, 2))] {
+            callers[0] = Config { struct_size: size, first: 9, later: 9 };
+            // SAFETY: as many bytes as the sizes say are there.
+            unsafe { write_versioned("usage", callers.as_mut_ptr(), value) }.unwrap();
+            assert_eq!((callers[0].first, callers[0].later), expected);
+            assert_eq!((callers[0].struct_size, callers[1].first), (size, 9), "nothing else is written");
+        }
+        callers[0].struct_size = 0;
+        // SAFETY: as above.
+        let text = unsafe { write_versioned("usage", callers.as_mut_ptr(), value) }.unwrap_err().to_string();
+        assert!(text.starts_with("usage->struct_size must be at least 16, got 0; set it"), "{text}");
         // SAFETY: null is refused.
         let text = unsafe { read_versioned::<Config>("config", std::ptr::null()) }.unwrap_err().to_string();
         assert_eq!(text, "config must not be NULL, got NULL");

@@ -27,6 +27,7 @@ fn_table! {
         cuStreamQuery: fn(b::CUstream) -> b::CUresult;
         cuStreamSynchronize: fn(b::CUstream) -> b::CUresult;
         cuStreamIsCapturing: fn(b::CUstream, *mut b::CUstreamCaptureStatus) -> b::CUresult;
+        cuThreadExchangeStreamCaptureMode: fn(*mut b::CUstreamCaptureMode) -> b::CUresult;
         cuEventCreate: fn(*mut b::CUevent, c_uint) -> b::CUresult;
         cuEventDestroy_v2: fn(b::CUevent) -> b::CUresult;
         cuEventRecord: fn(b::CUevent, b::CUstream) -> b::CUresult;
@@ -34,6 +35,7 @@ fn_table! {
         cuEventElapsedTime_v2: fn(*mut f32, b::CUevent, b::CUevent) -> b::CUresult;
         cuMemAlloc_v2: fn(*mut b::CUdeviceptr, usize) -> b::CUresult;
         cuMemFree_v2: fn(b::CUdeviceptr) -> b::CUresult;
+        cuMemGetInfo_v2: fn(*mut usize, *mut usize) -> b::CUresult;
         cuMemcpyHtoDAsync_v2: fn(b::CUdeviceptr, *const c_void, usize, b::CUstream) -> b::CUresult;
         cuMemcpyAsync: fn(b::CUdeviceptr, b::CUdeviceptr, usize, b::CUstream) -> b::CUresult;
         cuMemcpyDtoHAsync_v2: fn(*mut c_void, b::CUdeviceptr, usize, b::CUstream) -> b::CUresult;
@@ -68,6 +70,12 @@ impl Stream {
     #[must_use]
     pub fn from_raw(stream: b::CUstream) -> Self {
         Self(stream.expose_provenance())
+    }
+
+    /// Whether it is one of the streams that are always there: the legacy one, by either name, or the thread's.
+    #[must_use]
+    pub const fn is_default(self) -> bool {
+        self.0 <= 2
     }
 
     /// The C handle.
@@ -267,6 +275,17 @@ impl Cuda {
         self.check("cuMemcpyAsync", unsafe { (self.cuMemcpyAsync)(to, from, bytes, stream.as_raw()) })
     }
 
+    /// Free and total bytes of the current device.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn memory_info(&self) -> Result<(usize, usize)> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: both are live.
+        self.check("cuMemGetInfo_v2", unsafe { (self.cuMemGetInfo_v2)(&raw mut free, &raw mut total) })?;
+        Ok((free, total))
+    }
+
     /// Reads words back after all that is queued on `stream`; the calling thread waits.
     ///
     /// # Errors
@@ -284,6 +303,32 @@ impl Cuda {
         // SAFETY: the caller vouches for the stream.
         self.check("cuStreamSynchronize", unsafe { (self.cuStreamSynchronize)(stream.as_raw()) })?;
         Ok(words)
+    }
+
+    /// Fails if work queued on `stream` has failed; says nothing of a stream that is captured. No capture of another stream
+    /// is harmed.
+    ///
+    /// # Errors
+    /// The queued work's.
+    ///
+    /// # Safety
+    /// `stream` is a live stream of the current device.
+    pub unsafe fn require_working(&self, stream: Stream) -> Result<()> {
+        // Asking a default stream is a wait of all others, which captures forbid.
+        // SAFETY: passed on.
+        if stream.is_default() || unsafe { self.is_capturing(stream) }? {
+            return Ok(());
+        }
+        // A capture in global mode forbids queries to every thread that does not say that it knows better.
+        let mut mode = b::CU_STREAM_CAPTURE_MODE_RELAXED;
+        let exchange = self.cuThreadExchangeStreamCaptureMode;
+        // SAFETY: `mode` is live.
+        self.check("cuThreadExchangeStreamCaptureMode", unsafe { exchange(&raw mut mode) })?;
+        // SAFETY: the caller vouches for the stream.
+        let code = unsafe { (self.cuStreamQuery)(stream.as_raw()) };
+        // SAFETY: `mode` is live, and the thread's own mode again.
+        self.check("cuThreadExchangeStreamCaptureMode", unsafe { exchange(&raw mut mode) })?;
+        if code == b::CUDA_ERROR_NOT_READY { Ok(()) } else { self.check("cuStreamQuery", code) }
     }
 
     /// Whether `stream` is being captured into a graph.

@@ -28,6 +28,14 @@ impl NcclEpLibrary {
     }
 }
 
+impl NcclEpLibrary {
+    /// Whether the library knows the environment variable `name`, which its file tells.
+    pub(crate) fn reads_variable(&self, name: &str) -> bool {
+        let file = self.path.as_deref().and_then(|path| std::fs::read(path).ok());
+        file.is_some_and(|file| file.windows(name.len()).any(|window| window == name.as_bytes()))
+    }
+}
+
 /// The gate's own message format and the banner are in the file's read-only data (seen in the library of
 /// TransformerEngine 2.20.2's wheel; the one of nccl-extensions 0.1.0 has no gate). Its version code is no help: both
 /// report 0.2.0.

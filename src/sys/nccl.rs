@@ -20,6 +20,11 @@ fn_table! {
         ncclGetErrorString: fn(b::ncclResult_t) -> *const c_char;
     }
     optional {
+        ncclMemAlloc: fn(*mut *mut c_void, usize) -> b::ncclResult_t;
+        ncclMemFree: fn(*mut c_void) -> b::ncclResult_t;
+        ncclCommWindowRegister: fn(b::ncclComm_t, *mut c_void, usize, *mut b::ncclWindow_t, c_int) -> b::ncclResult_t;
+        ncclCommWindowDeregister: fn(b::ncclComm_t, b::ncclWindow_t) -> b::ncclResult_t;
+        ncclWinGetUserPtr: fn(b::ncclComm_t, b::ncclWindow_t, *mut *mut c_void) -> b::ncclResult_t;
         ncclGetLastError: fn(b::ncclComm_t) -> *const c_char;
     }
 }

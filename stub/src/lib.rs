@@ -7,6 +7,10 @@ mod core {
     use nvte_ep_core::backend::{Communicator, EpGroup};
     use nvte_ep_core::config::GroupRequest;
     use nvte_ep_core::error::{Error, Result};
+    use nvte_ep_core::options::Options;
+
+    pub(crate) use nvte_ep_core::ffi::register_layer::NVTEEpGroupConfig;
+    pub(crate) use nvte_ep_tensor::OwnTensors as Tensors;
 
     pub(crate) const VERSION: &std::ffi::CStr =
         nvte_ep_core::version_text!("libnvte_ep", "stub of the register_layer ABI, without expert parallelism");
@@ -17,7 +21,7 @@ mod core {
 
     /// # Safety
     /// None needed: nothing is touched. Unsafe as its twin is.
-    pub(crate) unsafe fn initialize(_comm: Communicator, _request: GroupRequest) -> Result<()> {
+    pub(crate) unsafe fn initialize(_comm: Communicator, _request: GroupRequest, _options: &Options) -> Result<()> {
         Err(Error::NotBuilt)
     }
 

@@ -5,12 +5,6 @@
 
 namespace test {
 
-namespace {
-
-constexpr NVTECommWindow kNoWindow = {};
-
-}  // namespace
-
 int MaxSms() {
   const char* text = std::getenv("NVTE_EP_TEST_MAX_SMS");
   return text == nullptr ? 0 : std::atoi(text);
@@ -25,13 +19,23 @@ NVTEEpGroupConfig GroupShape::Config() const {
   // A token reaches an expert once, and every expert's slab may need alignment - 1 rows of padding.
   config.max_recv_tokens_per_rank =
       ranks * max_tokens * std::min(top_k, experts_per_rank) + experts_per_rank * std::max(alignment - 1, 0);
+  if (eager) config.max_recv_tokens_per_rank = 0;
+  if (drop_capacity > 0) config.max_recv_tokens_per_rank = drop_capacity;
   config.hidden_dim = hidden;
   config.max_token_dtype = dtype;
-  Complete(config, MaxSms(), allow_handle_mem_reloc);
+  config.zero_copy = zero_copy ? 1 : 0;
+  Complete(config, MaxSms(), allow_handle_mem_reloc, extras());
   return config;
 }
 
-Group::Group(const NVTEEpGroupConfig& config, ncclComm_t comm) : config_(config) { Initialize(comm, config); }
+Group::Group(const NVTEEpGroupConfig& config, ncclComm_t comm, const Extras& extras)
+    : config_(config), extras_(extras) {
+  Initialize(comm, config, extras);
+}
+
+Group::Group(const NVTEEpGroupConfig& config, const Options& options) : config_(config) {
+  nvte_ep_ext_initialize(World::Get().comm(), &config, options.raw());
+}
 
 void Group::Shutdown() {
   up_ = false;
@@ -55,18 +59,21 @@ Layer::Layer(int top_k, std::size_t alignment) : top_k_(top_k), alignment_(align
 }
 
 void DispatchArgs::Call(cudaStream_t stream) const {
-  nvte_ep_dispatch(handle, topk_idx, tokens, kNoWindow, topk_weights, kNoWindow, recv_tokens, kNoWindow,
-                   recv_topk_weights, kNoWindow, stream);
+  nvte_ep_dispatch(handle, topk_idx, tokens, tokens_win, topk_weights, topk_weights_win, recv_tokens, recv_tokens_win,
+                   recv_topk_weights, recv_topk_weights_win, stream);
 }
 
-void CombineArgs::Call(cudaStream_t stream) const { nvte_ep_combine(handle, expert_out, kNoWindow, result, stream); }
+void CombineArgs::Call(cudaStream_t stream) const {
+  nvte_ep_combine(handle, expert_out, expert_out_win, result, stream);
+}
 
 void DispatchBwdArgs::Call(cudaStream_t stream) const {
-  nvte_ep_dispatch_bwd(handle, grad, kNoWindow, g_recv_topk_weights, kNoWindow, grad_tokens, grad_topk_weights, stream);
+  nvte_ep_dispatch_bwd(handle, grad, grad_win, g_recv_topk_weights, g_recv_topk_weights_win, grad_tokens,
+                       grad_topk_weights, stream);
 }
 
 void CombineBwdArgs::Call(cudaStream_t stream) const {
-  nvte_ep_combine_bwd(handle, grad, kNoWindow, grad_expert_out, kNoWindow, stream);
+  nvte_ep_combine_bwd(handle, grad, grad_win, grad_expert_out, grad_expert_out_win, stream);
 }
 
 }  // namespace test

@@ -17,6 +17,7 @@
 #include "abi.h"
 #include "support/device.h"
 #include "support/number.h"
+#include "support/options.h"
 #include "support/reference.h"
 #include "support/tensor.h"
 #include "support/world.h"
@@ -36,16 +37,35 @@ struct GroupShape {
   NVTEDType dtype = kNVTEFloat32;
   // Only where the ABI has it.
   int allow_handle_mem_reloc = 0;
+  // No fixed receive capacity; for layers of up to top_k.
+  bool eager = false;
+  // More than 0: so many rows are received, and what exceeds them is dropped.
+  int drop_capacity = 0;
+  bool zero_copy = false;
 
   NVTEEpGroupConfig Config() const;
+  Extras extras() const { return {eager ? top_k : 0, drop_capacity > 0}; }
 };
+
+// The same without a fixed receive capacity.
+inline GroupShape Eager(GroupShape shape) {
+  shape.eager = true;
+  return shape;
+}
+
+// The same with `capacity` rows beyond which rows are dropped.
+inline GroupShape Dropping(GroupShape shape, int capacity) {
+  shape.drop_capacity = capacity;
+  return shape;
+}
 
 // The EP group of this process, over the world's communicator unless another is given.
 class Group {
  public:
   explicit Group(const NVTEEpGroupConfig& config) : Group(config, World::Get().comm()) {}
-  Group(const NVTEEpGroupConfig& config, ncclComm_t comm);
-  explicit Group(const GroupShape& shape) : Group(shape.Config()) {}
+  Group(const NVTEEpGroupConfig& config, ncclComm_t comm, const Extras& extras = {});
+  Group(const NVTEEpGroupConfig& config, const Options& options);
+  explicit Group(const GroupShape& shape) : Group(shape.Config(), World::Get().comm(), shape.extras()) {}
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
   // Shuts down if that has not been done; an error there fails the test.
@@ -54,9 +74,12 @@ class Group {
   void Shutdown();
   const NVTEEpGroupConfig& config() const { return config_; }
   int local_experts() const { return config_.num_experts / config_.ep_size; }
+  // Rows that arrive at a rank before others are dropped.
+  std::size_t drop_capacity() const { return DropCapacity(config_, extras_); }
 
  private:
   NVTEEpGroupConfig config_;
+  Extras extras_;
   bool up_ = true;
 };
 
@@ -91,6 +114,10 @@ struct DispatchArgs {
   NVTETensor topk_weights;
   NVTETensor recv_tokens;
   NVTETensor recv_topk_weights;
+  NVTECommWindow tokens_win = {};
+  NVTECommWindow topk_weights_win = {};
+  NVTECommWindow recv_tokens_win = {};
+  NVTECommWindow recv_topk_weights_win = {};
   void Call(cudaStream_t stream = World::Get().stream()) const;
 };
 
@@ -98,6 +125,7 @@ struct CombineArgs {
   Handle handle;
   NVTETensor expert_out;
   NVTETensor result;
+  NVTECommWindow expert_out_win = {};
   void Call(cudaStream_t stream = World::Get().stream()) const;
 };
 
@@ -107,6 +135,8 @@ struct DispatchBwdArgs {
   NVTETensor g_recv_topk_weights;
   NVTETensor grad_tokens;
   NVTETensor grad_topk_weights;
+  NVTECommWindow grad_win = {};
+  NVTECommWindow g_recv_topk_weights_win = {};
   void Call(cudaStream_t stream = World::Get().stream()) const;
 };
 
@@ -114,6 +144,8 @@ struct CombineBwdArgs {
   Handle handle;
   NVTETensor grad;
   NVTETensor grad_expert_out;
+  NVTECommWindow grad_win = {};
+  NVTECommWindow grad_expert_out_win = {};
   void Call(cudaStream_t stream = World::Get().stream()) const;
 };
 
@@ -165,9 +197,10 @@ class Step {
         top_k_(layer.top_k()),
         rows_(routing.rows[rank_]),
         recv_rows_(recv_rows == 0 ? group.config().max_recv_tokens_per_rank : recv_rows),
+        capacity_(group.drop_capacity()),
         alignment_(layer.alignment()),
         handle_(layer.handle()),
-        reference_(std::move(routing), group.config().num_experts, layer.alignment(), DropCapacity(group.config())),
+        reference_(std::move(routing), group.config().num_experts, layer.alignment(), group.drop_capacity()),
         topk_idx(TopkValues()),
         counts(group.local_experts()),
         total(1),
@@ -203,6 +236,7 @@ class Step {
   const std::vector<Slot>& slots() const { return reference_.Slots(rank_); }
   std::size_t rows() const { return rows_; }
   std::size_t hidden() const { return hidden_; }
+  std::size_t top_k() const { return top_k_; }
   std::size_t recv_rows() const { return recv_rows_; }
   // From now on the calls name the layer through this handle.
   void UseHandle(const Handle& handle) { handle_ = handle; }
@@ -254,6 +288,14 @@ class Step {
     const std::vector<Count> expected(padded.begin(), padded.end());
     EXPECT_TRUE(SameBits(counts.Download(), expected, 1)) << kCounts;
     EXPECT_TRUE(counts.GuardIntact()) << "wrote behind " << kCounts;
+    const auto needed = static_cast<std::uint64_t>(reference_.Total(rank_));
+    const std::uint64_t received = std::min<std::uint64_t>(needed, capacity_);
+    NVTEEpExtRecvTotals totals = {};
+    totals.struct_size = sizeof totals;
+    nvte_ep_ext_recv_totals(HandleMemory(handle_), &totals, World::Get().stream());
+    EXPECT_EQ(totals.needed, needed);
+    EXPECT_EQ(totals.received, received);
+    EXPECT_EQ(totals.dropped, needed - received);
     if (!kReportsTotal) return;
     const std::vector<Count> expected_total(1, static_cast<Count>(reference_.Total(rank_)));
     EXPECT_TRUE(SameBits(total.Download(), expected_total, 1)) << "total_recv_tokens_per_rank";
@@ -424,6 +466,7 @@ class Step {
   const std::size_t top_k_;
   const std::size_t rows_;
   const std::size_t recv_rows_;
+  const std::size_t capacity_;
   const std::size_t alignment_;
   Handle handle_;
   const Reference reference_;

@@ -29,7 +29,7 @@ void InitializeWithoutCommunicator() {
   config.max_tokens_per_rank = 4;
   config.max_recv_tokens_per_rank = 8;
   config.hidden_dim = 64;
-  Complete(config, 0, 0);
+  Complete(config, 0, 0, {});
   Initialize(nullptr, config);
 }
 

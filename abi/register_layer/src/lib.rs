@@ -6,6 +6,8 @@ mod core {
     use nvte_ep_core::ffi::Abi;
 
     pub(crate) use nvte_ep_core::backend::{current_group, initialize, shutdown};
+    pub(crate) use nvte_ep_core::ffi::register_layer::NVTEEpGroupConfig;
+    pub(crate) use nvte_ep_tensor::OwnTensors as Tensors;
 
     pub(crate) const VERSION: &std::ffi::CStr = nvte_ep_core::version_text!("libnvte_ep", "register_layer ABI");
 

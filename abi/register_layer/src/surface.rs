@@ -13,6 +13,7 @@ use nvte_ep_core::ffi::register_layer::{NVTEEpGroupConfig, NVTEEpHandle, NVTEEpL
 use nvte_ep_core::ffi::types::{NVTETensor, cudaStream_t};
 use nvte_ep_core::ffi::view::{Windows, optional, required};
 use nvte_ep_core::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare};
+use nvte_ep_core::options::Options;
 use nvte_ep_core::sys::cuda::Stream;
 use nvte_ep_tensor::OwnTensors;
 use std::ffi::c_void;
@@ -33,7 +34,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_initialize(ep_comm: *mut c_void, group_c
         core::refuse_other_abi()?;
         let comm = Communicator(ep_comm.expose_provenance());
         // SAFETY: the caller vouches for the communicator.
-        unsafe { core::initialize(comm, group_config.into()) }
+        unsafe { core::initialize(comm, group_config.into(), &Options::default()) }
     });
 }
 
@@ -120,11 +121,14 @@ pub unsafe extern "C-unwind" fn nvte_ep_prepare(
 /// source row, and the padding is zero. Rows beyond the last slab keep what they held.
 ///
 /// topk_idx: [T, K] as given to nvte_ep_prepare; its contents are not read again. May be null without weights.
-/// tokens: [T, H] bfloat16, float16 or float32.
+/// tokens: [T, H] bfloat16, float16 or float32; or MXFP8, with its row-wise inverse scales [T, H / 32] float8_e8m0 and H a
+/// multiple of 512.
 /// topk_weights: [T, K] float32, or null to move rows only.
-/// recv_tokens: [C, H], dtype of tokens.
+/// recv_tokens: [C, H], dtype and scaling of tokens. In a zero-copy group its window is required, and its scales lie in memory of
+/// nvte_ep_ext_symm_alloc or nvte_ep_ext_window_register.
 /// recv_topk_weights: [C] float32, null if topk_weights is; receives each row's weight, 0 in the padding.
-/// ..._win: the tensor's place in symmetric memory, or {NULL, 0}.
+/// ..._win: the tensor's place in symmetric memory, or {NULL, 0}. With a window, the tensor's data pointer is NULL or the same
+/// place.
 /// Throws, before anything is queued, when the layer was not prepared and for shapes or dtypes other than these.
 ///
 /// # Safety
@@ -168,7 +172,8 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch(
 /// The sum is taken in float32 over a rank's local experts in ascending order and rounded to the dtype, then in float32
 /// over ranks in ascending order and rounded. A token without rows gets zeroes.
 ///
-/// expert_out: [C, H] in the layout of recv_tokens; padding is not read.
+/// expert_out: [C, H] in the layout of recv_tokens; padding is not read. In zero-copy groups it is modified: where a token has
+/// several rows on this rank, the first of them becomes their sum.
 /// result: [T, H], dtype of expert_out.
 /// Throws as nvte_ep_dispatch.
 ///
@@ -196,7 +201,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_combine(
 /// Gradient of nvte_ep_dispatch: sums the rows' gradients as nvte_ep_combine does, and gathers the weights' gradients.
 /// Collective, queued on stream.
 ///
-/// grad: [C, H], gradient of recv_tokens.
+/// grad: [C, H], gradient of recv_tokens; modified in zero-copy groups, as expert_out of nvte_ep_combine is.
 /// g_recv_topk_weights: [C] float32, gradient of recv_topk_weights, or null for the rows alone.
 /// grad_tokens: [T, H], dtype of grad; receives the gradient of tokens.
 /// grad_topk_weights: [T, K] float32, null if g_recv_topk_weights is; receives the gradient of topk_weights, 0 where the
@@ -236,8 +241,8 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch_bwd(
 
 /// Gradient of nvte_ep_combine: sends each token's gradient to all of its rows. Collective, queued on stream.
 ///
-/// grad: [T, H], gradient of result.
-/// grad_expert_out: [C, H], dtype of grad; receives the gradient of expert_out, zeroes in the padding.
+/// grad: [T, H], gradient of result; may be MXFP8, as tokens of nvte_ep_dispatch.
+/// grad_expert_out: [C, H], dtype and scaling of grad; receives the gradient of expert_out, zeroes in the padding.
 /// Throws as nvte_ep_dispatch.
 ///
 /// # Safety

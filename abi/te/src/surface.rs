@@ -15,6 +15,7 @@ use nvte_ep_core::ffi::types::{NVTETensor, cudaStream_t};
 use nvte_ep_core::ffi::versioned::read_versioned;
 use nvte_ep_core::ffi::view::{Windows, optional, required};
 use nvte_ep_core::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare};
+use nvte_ep_core::options::Options;
 use nvte_ep_core::sys::cuda::Stream;
 use std::ffi::c_void;
 
@@ -65,10 +66,10 @@ pub unsafe extern "C-unwind" fn nvte_ep_initialize(ep_comm: *mut c_void, group_c
     guard("nvte_ep_initialize", || {
         core::refuse_other_abi()?;
         // SAFETY: the caller vouches for the configuration.
-        let config = unsafe { read_versioned("group_config", group_config) }?;
+        let request = unsafe { NVTEEpGroupConfig::read(group_config) }?;
         let comm = Communicator(ep_comm.expose_provenance());
         // SAFETY: the caller vouches for the communicator.
-        unsafe { core::initialize(comm, config.into()) }
+        unsafe { core::initialize(comm, request, &Options::default()) }
     });
 }
 
@@ -145,9 +146,10 @@ pub unsafe extern "C-unwind" fn nvte_ep_prepare(
 /// tokens: [T, H] bfloat16, float16 or float32; or MXFP8, with its row-wise inverse scales [T, H / 32] float8_e8m0 and H a
 /// multiple of 512.
 /// topk_weights: [T, K] float32, or null to move rows only.
-/// recv_tokens: [C, H], dtype and scaling of tokens.
+/// recv_tokens: [C, H], dtype and scaling of tokens. In a zero-copy group its windows are required.
 /// recv_topk_weights: [C] float32, null if topk_weights is; receives each row's weight, 0 in the padding.
-/// ..._win: the tensor's place in symmetric memory, or all zero.
+/// ..._win: the tensor's place in symmetric memory, or all zero. With a window, the tensor's data pointer is NULL or the same
+/// place.
 /// Throws, before anything is queued, when handle_mem was not prepared and for shapes or dtypes other than these.
 ///
 /// # Safety
@@ -225,7 +227,8 @@ pub unsafe extern "C-unwind" fn nvte_ep_prepare_and_dispatch(
 /// The sum is taken in float32 over a rank's local experts in ascending order and rounded to the dtype, then in float32
 /// over ranks in ascending order and rounded. A token without rows gets zeroes.
 ///
-/// expert_out: [C, H] in the layout of recv_tokens, bfloat16, float16 or float32; padding is not read.
+/// expert_out: [C, H] in the layout of recv_tokens, bfloat16, float16 or float32; padding is not read. In zero-copy groups it is
+/// modified: where a token has several rows on this rank, the first of them becomes their sum.
 /// result: [T, H], dtype of expert_out.
 /// Throws as nvte_ep_dispatch.
 ///
@@ -253,7 +256,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_combine(
 /// Gradient of nvte_ep_dispatch: sums the rows' gradients as nvte_ep_combine does, and gathers the weights' gradients.
 /// Collective, queued on stream.
 ///
-/// grad: [C, H], gradient of recv_tokens.
+/// grad: [C, H], gradient of recv_tokens; modified in zero-copy groups, as expert_out of nvte_ep_combine is.
 /// g_recv_topk_weights: [C] float32, gradient of recv_topk_weights, or null for the rows alone.
 /// grad_tokens: [T, H], dtype of grad; receives the gradient of tokens.
 /// grad_topk_weights: [T, K] float32, null if g_recv_topk_weights is; receives the gradient of topk_weights, 0 where the
@@ -289,8 +292,8 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch_bwd(
 
 /// Gradient of nvte_ep_combine: sends each token's gradient to all of its rows. Collective, queued on stream.
 ///
-/// grad: [T, H], gradient of result.
-/// grad_expert_out: [C, H], dtype of grad; receives the gradient of expert_out, zeroes in the padding.
+/// grad: [T, H], gradient of result; may be MXFP8, as tokens of nvte_ep_dispatch.
+/// grad_expert_out: [C, H], dtype and scaling of grad; receives the gradient of expert_out, zeroes in the padding.
 /// Throws as nvte_ep_dispatch.
 ///
 /// # Safety

@@ -7,6 +7,7 @@ mod core {
     use nvte_ep_core::ffi::Abi;
 
     pub(crate) use nvte_ep_core::backend::{current_group, initialize, shutdown};
+    pub(crate) use nvte_ep_core::ffi::te::NVTEEpGroupConfig;
     pub(crate) use nvte_ep_core::sys::ForeignTensors as Tensors;
 
     pub(crate) const VERSION: &std::ffi::CStr =

@@ -449,6 +449,25 @@ pub unsafe extern "C" fn ncclCommWindowDeregister(comm: ncclComm_t, win: ncclWin
     nccl(|| Comm::resolve(comm, "ncclCommWindowDeregister")?.deregister(win))
 }
 
+/// The address that a window was registered with.
+///
+/// # Safety
+///
+/// `outUserPtr` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn ncclWinGetUserPtr(
+    comm: ncclComm_t,
+    win: ncclWindow_t,
+    outUserPtr: *mut *mut c_void,
+) -> ncclResult_t {
+    nccl(|| {
+        let address = Comm::resolve(comm, "ncclWinGetUserPtr")?.window_address(win, 0, 0)?;
+        // SAFETY: the caller's contract.
+        unsafe { put(outUserPtr, address) }
+    })
+}
+
 /// Description of a result code.
 ///
 /// # Safety

@@ -29,7 +29,9 @@ typedef struct NVTEEpGroupConfig {
    * Rows of a rank's receive buffers (C), over all its local experts and with their padding; at least
    * max_tokens_per_rank, rounded up to a multiple of 4. No routing needs more than
    * ep_size * max_tokens_per_rank * top_k + (num_experts / ep_size) * (alignment - 1). A step that needs more than C rows
-   * is a fatal error of the device: the next synchronization reports it, and the process has to end.
+   * is a fatal error of the device: the next synchronization reports it, and the process has to end; with the option
+   * "overflow" = "drop" the rows beyond are dropped. With the option "eager" = "on" it is 0, and the caller sizes the buffers
+   * of each step by nvte_ep_ext_recv_totals.
    */
   int max_recv_tokens_per_rank;
   /**
@@ -50,7 +52,7 @@ typedef struct NVTEEpGroupConfig {
    */
   NVTEDType max_token_dtype;
   /**
-   * 0 = payloads go through staging buffers; 1 = dispatch output and combine input lie in windows.
+   * 0 = payloads go through staging buffers; 1 = dispatch output and combine input lie in windows (docs/memory.md).
    */
   int zero_copy;
 } NVTEEpGroupConfig;
@@ -160,11 +162,14 @@ void nvte_ep_prepare(struct NVTEEpHandle handle,
  * source row, and the padding is zero. Rows beyond the last slab keep what they held.
  *
  * topk_idx: [T, K] as given to nvte_ep_prepare; its contents are not read again. May be null without weights.
- * tokens: [T, H] bfloat16, float16 or float32.
+ * tokens: [T, H] bfloat16, float16 or float32; or MXFP8, with its row-wise inverse scales [T, H / 32] float8_e8m0 and H a
+ * multiple of 512.
  * topk_weights: [T, K] float32, or null to move rows only.
- * recv_tokens: [C, H], dtype of tokens.
+ * recv_tokens: [C, H], dtype and scaling of tokens. In a zero-copy group its window is required, and its scales lie in memory of
+ * nvte_ep_ext_symm_alloc or nvte_ep_ext_window_register.
  * recv_topk_weights: [C] float32, null if topk_weights is; receives each row's weight, 0 in the padding.
- * ..._win: the tensor's place in symmetric memory, or {NULL, 0}.
+ * ..._win: the tensor's place in symmetric memory, or {NULL, 0}. With a window, the tensor's data pointer is NULL or the same
+ * place.
  * Throws, before anything is queued, when the layer was not prepared and for shapes or dtypes other than these.
  *
  * What the caller vouches for:
@@ -189,7 +194,8 @@ void nvte_ep_dispatch(struct NVTEEpHandle handle,
  * The sum is taken in float32 over a rank's local experts in ascending order and rounded to the dtype, then in float32
  * over ranks in ascending order and rounded. A token without rows gets zeroes.
  *
- * expert_out: [C, H] in the layout of recv_tokens; padding is not read.
+ * expert_out: [C, H] in the layout of recv_tokens; padding is not read. In zero-copy groups it is modified: where a token has
+ * several rows on this rank, the first of them becomes their sum.
  * result: [T, H], dtype of expert_out.
  * Throws as nvte_ep_dispatch.
  *
@@ -206,7 +212,7 @@ void nvte_ep_combine(struct NVTEEpHandle handle,
  * Gradient of nvte_ep_dispatch: sums the rows' gradients as nvte_ep_combine does, and gathers the weights' gradients.
  * Collective, queued on stream.
  *
- * grad: [C, H], gradient of recv_tokens.
+ * grad: [C, H], gradient of recv_tokens; modified in zero-copy groups, as expert_out of nvte_ep_combine is.
  * g_recv_topk_weights: [C] float32, gradient of recv_topk_weights, or null for the rows alone.
  * grad_tokens: [T, H], dtype of grad; receives the gradient of tokens.
  * grad_topk_weights: [T, K] float32, null if g_recv_topk_weights is; receives the gradient of topk_weights, 0 where the
@@ -228,8 +234,8 @@ void nvte_ep_dispatch_bwd(struct NVTEEpHandle handle,
 /**
  * Gradient of nvte_ep_combine: sends each token's gradient to all of its rows. Collective, queued on stream.
  *
- * grad: [T, H], gradient of result.
- * grad_expert_out: [C, H], dtype of grad; receives the gradient of expert_out, zeroes in the padding.
+ * grad: [T, H], gradient of result; may be MXFP8, as tokens of nvte_ep_dispatch.
+ * grad_expert_out: [C, H], dtype and scaling of grad; receives the gradient of expert_out, zeroes in the padding.
  * Throws as nvte_ep_dispatch.
  *
  * What the caller vouches for:

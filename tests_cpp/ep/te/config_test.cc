@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "ep/rig.h"
-#include "ep/te/te_calls.h"
 
 namespace test {
 namespace {
@@ -184,7 +183,7 @@ TEST_F(TeGroupErrors, NumTopk) {
 TEST_F(TeGroupErrors, FlagsOfAnyValueAreTrue) {
   GroupShape shape;
   for (const int flag : {1, 2, -1}) {
-    NVTEEpGroupConfig config = DropConfig(shape, 64);
+    NVTEEpGroupConfig config = Dropping(shape, 64).Config();
     config.drop_on_overflow = flag;
     Group group(config);
     Layer layer(2, 1);

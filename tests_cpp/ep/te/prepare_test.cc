@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ep/rig.h"
+#include "ep/scaled_step.h"
 #include "ep/te/te_calls.h"
 
 namespace test {
@@ -306,6 +307,35 @@ TEST(TePrepareAndDispatch, RefusedAsAWhole) {
   before.Combine();
   before.CheckCombined();
   EXPECT_TRUE(SameBits(refused.counts.Download(), Unwritten<std::int32_t>(refused.counts.size()), 1));
+}
+
+// A caller that knows its total from elsewhere.
+TEST(TePrepareAndDispatch, InEagerMode) {
+  GroupShape shape;
+  Group group(Eager(shape));
+  Layer layer(2, 8);
+  const Routing routing = RandomRouting(UnevenRows(30), 2, Experts(group), 6527);
+  const Reference reference(routing, Experts(group), 8);
+  Step<BFloat16> step(group, layer, routing, 6527, reference.Total(World::Get().rank()));
+  PrepareAndDispatch(step.prepare_args(), step.dispatch_args());
+  step.CheckCounts();
+  step.CheckReceived();
+  step.Combine();
+  step.CheckCombined();
+  step.Backward();
+}
+
+TEST(TePrepareAndDispatch, Mxfp8) {
+  GroupShape shape;
+  shape.hidden = 512;
+  shape.alignment = 8;
+  shape.dtype = kNVTEBFloat16;
+  Group group(shape);
+  Layer layer(2, 8);
+  ScaledStep scaled(group, layer, RandomRouting(UnevenRows(30), 2, Experts(group), 6950), 6950, 512);
+  PrepareAndDispatch(scaled.step.prepare_args(), scaled.dispatch_args());
+  scaled.step.CheckCounts();
+  scaled.Check();
 }
 
 }  // namespace

@@ -21,22 +21,6 @@ inline void PrepareAndDispatch(const PrepareArgs& prepare, const DispatchArgs& d
                                prepare.total, &config, World::Get().stream());
 }
 
-// A group without a fixed receive capacity, for layers up to shape.top_k.
-inline NVTEEpGroupConfig EagerConfig(const GroupShape& shape) {
-  NVTEEpGroupConfig config = shape.Config();
-  config.max_recv_tokens_per_rank = 0;
-  config.num_topk = shape.top_k;
-  return config;
-}
-
-// A group that drops what exceeds `capacity` rows.
-inline NVTEEpGroupConfig DropConfig(const GroupShape& shape, int capacity) {
-  NVTEEpGroupConfig config = shape.Config();
-  config.max_recv_tokens_per_rank = capacity;
-  config.drop_on_overflow = 1;
-  return config;
-}
-
 }  // namespace test
 
 #endif  // NVTE_EP_TESTS_EP_TE_TE_CALLS_H_

@@ -4,11 +4,13 @@
 #ifndef NVTE_EP_TESTS_SUPPORT_ABI_H_
 #define NVTE_EP_TESTS_SUPPORT_ABI_H_
 
+#include <nvte_ep_ext.h>
 #include <transformer_engine/ep.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <string>
 
 #include "support/world.h"
 
@@ -23,18 +25,47 @@ inline constexpr char kLayerFunction[] = "nvte_ep_register_layer";
 // What names a layer's routing in the per-step calls.
 using Handle = NVTEEpHandle;
 
-inline void Initialize(ncclComm_t comm, const NVTEEpGroupConfig& config) { nvte_ep_initialize(comm, config); }
+// What a group is told beyond the fields that all ABIs have; here through options.
+struct Extras {
+  // More than 0: eager mode, for layers of up to so many experts per token.
+  int eager_top_k = 0;
+  bool drop = false;
+};
+
+inline void Initialize(ncclComm_t comm, const NVTEEpGroupConfig& config, const Extras& extras = {}) {
+  if (extras.eager_top_k == 0 && !extras.drop) return nvte_ep_initialize(comm, config);
+  NVTEEpExtOptions* options = nvte_ep_ext_options_create();
+  try {
+    if (extras.drop) nvte_ep_ext_options_set(options, "overflow", "drop");
+    if (extras.eager_top_k > 0) {
+      nvte_ep_ext_options_set(options, "eager", "on");
+      nvte_ep_ext_options_set(options, "num_topk", std::to_string(extras.eager_top_k).c_str());
+    }
+    nvte_ep_ext_initialize(comm, &config, options);
+  } catch (...) {
+    nvte_ep_ext_options_destroy(options);
+    throw;
+  }
+  nvte_ep_ext_options_destroy(options);
+}
 
 // Sets the fields that only this ABI has.
-inline void Complete(NVTEEpGroupConfig& config, int sm_limit, int allow_handle_mem_reloc) {
+inline void Complete(NVTEEpGroupConfig& config, int sm_limit, int allow_handle_mem_reloc, const Extras&) {
   config.max_num_sms = sm_limit;
   config.allow_handle_mem_reloc = allow_handle_mem_reloc;
 }
 
+// Names a place for the inverse scales of a payload; this ABI's windows have none, and look for them by their address.
+inline void SetScaleWindow(NVTECommWindow&, ncclWindow_t, std::uint64_t) {}
+inline constexpr bool kWindowsNameScales = false;
+
 inline void SetSmLimit(NVTEEpGroupConfig& config, int sm_limit) { config.max_num_sms = sm_limit; }
 
 // Rows that arrive at a rank before others are dropped.
-inline std::size_t DropCapacity(const NVTEEpGroupConfig&) { return std::numeric_limits<std::size_t>::max(); }
+inline std::size_t DropCapacity(const NVTEEpGroupConfig& config, const Extras& extras) {
+  return extras.drop ? static_cast<std::size_t>(config.max_recv_tokens_per_rank)
+                     : std::numeric_limits<std::size_t>::max();
+}
 
 struct RegisteredLayer {
   std::uint64_t id = 0;
@@ -56,6 +87,8 @@ inline Handle MakeHandle(std::uint64_t id, NVTETensor mem) {
   handle.mem = mem;
   return handle;
 }
+
+inline NVTETensor HandleMemory(const Handle& handle) { return handle.mem; }
 
 struct PrepareArgs {
   Handle handle;

@@ -4,6 +4,7 @@
 #ifndef NVTE_EP_TESTS_SUPPORT_ABI_H_
 #define NVTE_EP_TESTS_SUPPORT_ABI_H_
 
+#include <nvte_ep_ext.h>
 #include <transformer_engine/ep.h>
 
 #include <cstddef>
@@ -23,18 +24,36 @@ inline constexpr char kLayerFunction[] = "nvte_ep_handle_mem_size";
 // What names a layer's routing in the per-step calls.
 using Handle = NVTETensor;
 
-inline void Initialize(ncclComm_t comm, const NVTEEpGroupConfig& config) { nvte_ep_initialize(comm, &config); }
+// What a group is told beyond the fields that all ABIs have; here by fields.
+struct Extras {
+  // More than 0: eager mode, for layers of up to so many experts per token.
+  int eager_top_k = 0;
+  bool drop = false;
+};
+
+inline void Initialize(ncclComm_t comm, const NVTEEpGroupConfig& config, const Extras& = {}) {
+  nvte_ep_initialize(comm, &config);
+}
 
 // Sets the fields that only this ABI has. Here moved handle memory is always followed.
-inline void Complete(NVTEEpGroupConfig& config, int sm_limit, int) {
+inline void Complete(NVTEEpGroupConfig& config, int sm_limit, int, const Extras& extras) {
   config.struct_size = sizeof config;
   config.num_comm_sms = sm_limit;
+  config.num_topk = extras.eager_top_k;
+  config.drop_on_overflow = extras.drop ? 1 : 0;
 }
+
+// Names a place for the inverse scales of a payload.
+inline void SetScaleWindow(NVTECommWindow& place, ncclWindow_t window, std::uint64_t offset) {
+  place.scale_window = window;
+  place.scale_offset = offset;
+}
+inline constexpr bool kWindowsNameScales = true;
 
 inline void SetSmLimit(NVTEEpGroupConfig& config, int sm_limit) { config.num_comm_sms = sm_limit; }
 
 // Rows that arrive at a rank before others are dropped.
-inline std::size_t DropCapacity(const NVTEEpGroupConfig& config) {
+inline std::size_t DropCapacity(const NVTEEpGroupConfig& config, const Extras&) {
   return config.drop_on_overflow != 0 ? static_cast<std::size_t>(config.max_recv_tokens_per_rank)
                                       : std::numeric_limits<std::size_t>::max();
 }
@@ -58,6 +77,8 @@ inline RegisteredLayer Register(int top_k, std::size_t alignment) {
 }
 
 inline Handle MakeHandle(std::uint64_t, NVTETensor mem) { return mem; }
+
+inline NVTETensor HandleMemory(Handle handle) { return handle; }
 
 struct PrepareArgs {
   Handle handle;

@@ -9,104 +9,10 @@
 #include <vector>
 
 #include "ep/rig.h"
-#include "ep/te/te_calls.h"
+#include "ep/scaled_step.h"
 
 namespace test {
 namespace {
-
-using Bytes = std::vector<std::uint8_t>;
-
-constexpr std::uint64_t kData = 1, kScale = 2;
-
-// One byte of a token's row: data or scale, told apart by `what`.
-std::uint8_t ByteOf(std::uint64_t seed, std::uint64_t what, int rank, int row, std::size_t column) {
-  return static_cast<std::uint8_t>(Mix(seed * 4 + what, rank, row, column));
-}
-
-Tensor Mxfp8(std::uint8_t* data, NVTEDType dtype, const std::vector<std::size_t>& shape, std::uint8_t* scales,
-             NVTEDType scale_dtype, const std::vector<std::size_t>& scale_shape) {
-  return Tensor::Scaled(MakeBasicTensor(data, dtype, shape), MakeBasicTensor(scales, scale_dtype, scale_shape));
-}
-
-// The dispatch of one step with MXFP8 tokens; everything else is a Step's.
-class ScaledStep {
- public:
-  ScaledStep(const Group& group, const Layer& layer, const Routing& routing, std::uint64_t seed, std::size_t hidden,
-             std::size_t recv_rows = 0, NVTEDType dtype = kNVTEFloat8E4M3)
-      : step(group, layer, routing, seed, recv_rows),
-        seed_(seed),
-        hidden_(hidden),
-        rows_(step.rows()),
-        recv_rows_(step.recv_rows()),
-        tokens(SourceRows(kData, hidden)),
-        scales(SourceRows(kScale, hidden / 32)),
-        recv_tokens(recv_rows_ * hidden),
-        recv_scales(recv_rows_ * hidden / 32),
-        tokens_t(Mxfp8(tokens.data(), dtype, {rows_, hidden}, scales.data(), kNVTEFloat8E8M0, {rows_, hidden / 32})),
-        recv_tokens_t(Mxfp8(recv_rows_ == 0 ? nullptr : recv_tokens.data(), dtype, {recv_rows_, hidden},
-                            recv_rows_ == 0 ? nullptr : recv_scales.data(), kNVTEFloat8E8M0,
-                            {recv_rows_, hidden / 32})) {}
-
-  DispatchArgs dispatch_args() const {
-    DispatchArgs args = step.dispatch_args();
-    args.tokens = tokens_t.get();
-    args.recv_tokens = recv_tokens_t.get();
-    return args;
-  }
-
-  void Check(bool with_weights = true) {
-    EXPECT_TRUE(step.HoldsSlots(recv_tokens.Download(), SlotRows(kData, hidden_), hidden_)) << "values";
-    EXPECT_TRUE(step.HoldsSlots(recv_scales.Download(), SlotRows(kScale, hidden_ / 32), hidden_ / 32)) << "scales";
-    EXPECT_TRUE(recv_tokens.GuardIntact() && recv_scales.GuardIntact());
-    std::vector<float> weights = Unwritten<float>(recv_rows_);
-    for (std::size_t s = 0; with_weights && s < step.slots().size(); ++s) {
-      const Slot& slot = step.slots()[s];
-      weights[s] = slot.padding() ? 0.0f : WeightValue(seed_, slot.rank, slot.row, slot.k);
-    }
-    EXPECT_TRUE(step.HoldsSlots(step.recv_weights.Download(), weights, 1)) << "weights";
-  }
-
-  void Run() {
-    step.Prepare();
-    step.CheckCounts();
-    dispatch_args().Call();
-    Check();
-    // What follows is in BFloat16.
-    step.Combine();
-    step.CheckCombined();
-    step.Backward();
-  }
-
-  Step<BFloat16> step;
-
- private:
-  Bytes SourceRows(std::uint64_t what, std::size_t width) const {
-    Bytes bytes(rows_ * width);
-    for (std::size_t i = 0; i < bytes.size(); ++i) {
-      bytes[i] = ByteOf(seed_, what, World::Get().rank(), static_cast<int>(i / width), i % width);
-    }
-    return bytes;
-  }
-  Bytes SlotRows(std::uint64_t what, std::size_t width) const {
-    Bytes bytes = Unwritten<std::uint8_t>(recv_rows_ * width);
-    for (std::size_t s = 0; s < step.slots().size(); ++s) {
-      const Slot& slot = step.slots()[s];
-      for (std::size_t column = 0; column < width; ++column) {
-        bytes[s * width + column] = slot.padding() ? 0 : ByteOf(seed_, what, slot.rank, slot.row, column);
-      }
-    }
-    return bytes;
-  }
-
-  const std::uint64_t seed_;
-  const std::size_t hidden_;
-  const std::size_t rows_;
-  const std::size_t recv_rows_;
-
- public:
-  DeviceBuffer<std::uint8_t> tokens, scales, recv_tokens, recv_scales;
-  Tensor tokens_t, recv_tokens_t;
-};
 
 GroupShape Shape(int hidden, int alignment = 1) {
   GroupShape shape;
@@ -142,7 +48,7 @@ TEST(Mxfp8, RowsBehindTheCapacityAreLeftAlone) {
 }
 
 TEST(Mxfp8, Dropped) {
-  Group group(DropConfig(Shape(512), 64));
+  Group group(Dropping(Shape(512), 64));
   Layer layer(2, 16);
   const int local = group.local_experts();
   const Routing routing = MakeRouting(EvenRows(64), 2, [=](int, int row, int k) { return (row + k) % local; });
@@ -150,7 +56,7 @@ TEST(Mxfp8, Dropped) {
 }
 
 TEST(Mxfp8, Eager) {
-  Group group(EagerConfig(Shape(512)));
+  Group group(Eager(Shape(512)));
   Layer layer(2, 8);
   const Routing routing = RandomRouting(UnevenRows(40), 2, Experts(group), 6940);
   const Reference reference(routing, Experts(group), 8);
@@ -158,22 +64,13 @@ TEST(Mxfp8, Eager) {
 }
 
 TEST(EagerNothing, Mxfp8) {
-  Group group(EagerConfig(Shape(512)));
+  Group group(Eager(Shape(512)));
   Layer layer(2, 8);
   // Rank 0 receives nothing.
   const Routing routing = MakeRouting(
       EvenRows(9), 2, [&](int, int row, int k) { return group.local_experts() + (row + k) % group.local_experts(); });
   const Reference reference(routing, Experts(group), 8);
   ScaledStep(group, layer, routing, 6945, 512, reference.Total(World::Get().rank())).Run();
-}
-
-TEST(Mxfp8, PrepareAndDispatch) {
-  Group group(Shape(512, 8));
-  Layer layer(2, 8);
-  ScaledStep scaled(group, layer, RandomRouting(UnevenRows(30), 2, Experts(group), 6950), 6950, 512);
-  PrepareAndDispatch(scaled.step.prepare_args(), scaled.dispatch_args());
-  scaled.step.CheckCounts();
-  scaled.Check();
 }
 
 TEST(Mxfp8, WithoutWeights) {
@@ -186,6 +83,21 @@ TEST(Mxfp8, WithoutWeights) {
   args.recv_topk_weights = nullptr;
   args.Call();
   scaled.Check(/*with_weights=*/false);
+}
+
+// The gradient of combine moves rows as dispatch does.
+TEST(Mxfp8, GradientOfCombine) {
+  Group group(Shape(512, 16));
+  for (const NVTEDType dtype : {kNVTEFloat8E4M3, kNVTEFloat8E5M2}) {
+    Layer layer(2, 16);
+    ScaledStep scaled(group, layer, RandomRouting(UnevenRows(30), 2, Experts(group), 6957), 6957, 512, 0, dtype);
+    scaled.step.Prepare();
+    CombineBwdArgs args = scaled.step.combine_bwd_args();
+    args.grad = scaled.tokens_t.get();
+    args.grad_expert_out = scaled.recv_tokens_t.get();
+    args.Call();
+    scaled.Check(/*with_weights=*/false);
+  }
 }
 
 class Mxfp8Errors : public testing::Test {
@@ -289,7 +201,7 @@ TEST_F(Mxfp8Errors, OtherTypesAndScalings) {
           {"tokens.rowwise_scale_inv", "16"});
 }
 
-// Only dispatch moves scaled rows.
+// Scaled rows are moved, not summed.
 TEST_F(Mxfp8Errors, SumsAndGradients) {
   const Tensor recv = RecvTokens(512), tokens = Tokens(512);
   CombineArgs combine = step_->combine_args();
@@ -300,7 +212,7 @@ TEST_F(Mxfp8Errors, SumsAndGradients) {
   EXPECT_TRUE(Throws("nvte_ep_combine", {"result", "unscaled", "MXFP8"}, [&] { combine.Call(); }));
   CombineBwdArgs combine_bwd = step_->combine_bwd_args();
   combine_bwd.grad = tokens.get();
-  EXPECT_TRUE(Throws("nvte_ep_combine_bwd", {"grad", "unscaled", "MXFP8"}, [&] { combine_bwd.Call(); }));
+  EXPECT_TRUE(Throws("nvte_ep_combine_bwd", {"grad_expert_out", "512"}, [&] { combine_bwd.Call(); }));
   DispatchBwdArgs dispatch_bwd = step_->dispatch_bwd_args();
   dispatch_bwd.grad = recv.get();
   EXPECT_TRUE(Throws("nvte_ep_dispatch_bwd", {"grad", "unscaled", "MXFP8"}, [&] { dispatch_bwd.Call(); }));

@@ -10,30 +10,35 @@
 #include <vector>
 
 #include "ep/rig.h"
-#include "ep/te/te_calls.h"
+#include "ep/routings.h"
 
 namespace test {
 namespace {
 
 // ---- eager mode ----
 
-// A step as a framework runs it in eager mode: prepare, read the total, and only then allocate `extra` rows more than
-// that.
+// A step as a framework runs it in eager mode: prepare, ask for the totals, which is the step's one wait, and only then
+// allocate `extra` rows more than arrive.
 template <typename T>
 void RunEager(const Group& group, const Layer& layer, const Routing& routing, std::uint64_t seed,
               std::size_t extra = 0) {
   const int rank = World::Get().rank();
   const Reference reference(routing, Experts(group), layer.alignment());
   DeviceBuffer<std::int64_t> topk_idx(routing.expert[rank]);
-  DeviceBuffer<std::int64_t> total(1);
-  const Tensor total_t = total.View({1});
+  DeviceBuffer<std::int64_t> counts(group.local_experts()), total(1);
+  const Tensor counts_t = counts.View({counts.size()}), total_t = total.View({1});
   {
     const Tensor topk_idx_t =
         topk_idx.View({static_cast<std::size_t>(routing.rows[rank]), static_cast<std::size_t>(layer.top_k())});
-    MakePrepareArgs(layer.handle(), topk_idx_t.get(), nullptr, total_t.get(), layer.top_k(), layer.alignment()).Call();
+    MakePrepareArgs(layer.handle(), topk_idx_t.get(), counts_t.get(), total_t.get(), layer.top_k(), layer.alignment())
+        .Call();
   }
-  const std::int64_t rows = total.Download()[0];
+  NVTEEpExtRecvTotals totals = {};
+  totals.struct_size = sizeof totals;
+  nvte_ep_ext_recv_totals(HandleMemory(layer.handle()), &totals, World::Get().stream());
+  const auto rows = static_cast<std::int64_t>(totals.needed);
   ASSERT_EQ(rows, reference.Total(rank));
+  ASSERT_EQ(totals.received, totals.needed);
   Step<T, std::int64_t, std::int64_t> step(group, layer, routing, seed, rows + extra);
   step.ForwardAndBackward();
 }
@@ -41,7 +46,7 @@ void RunEager(const Group& group, const Layer& layer, const Routing& routing, st
 TEST(Eager, BuffersOfTheStepsTotal) {
   GroupShape shape;
   shape.top_k = 4;
-  Group group(EagerConfig(shape));
+  Group group(Eager(shape));
   Layer plain(4, 0), narrow(2, 0);
   const int totals[] = {64, 14, 17, 40, 12};
   for (int i = 0; i < 5; ++i) {
@@ -54,7 +59,7 @@ TEST(Eager, BuffersOfTheStepsTotal) {
 TEST(Eager, PaddedSlabs) {
   GroupShape shape;
   shape.top_k = 2;
-  Group group(EagerConfig(shape));
+  Group group(Eager(shape));
   for (const std::size_t alignment : {2, 16}) {
     Layer layer(2, alignment);
     RunEager<BFloat16>(group, layer, RandomRouting(UnevenRows(50), 2, Experts(group), 6520), 6520);
@@ -65,7 +70,7 @@ TEST(Eager, PaddedSlabs) {
 // whose kernels would write beyond their staging rows, so it is refused.
 TEST(EagerPadding, BeyondTheTokens) {
   GroupShape shape;
-  Group group(EagerConfig(shape));
+  Group group(Eager(shape));
   Layer layer(2, 1024);
   const Routing routing = RandomRouting(EvenRows(60), 2, Experts(group), 6525);
   const Reference reference(routing, Experts(group), 1024);
@@ -85,26 +90,10 @@ TEST(EagerPadding, BeyondTheTokens) {
                      [&] { step.DispatchBwd(); }));
 }
 
-// A caller that knows its total from elsewhere.
-TEST(Eager, PrepareAndDispatch) {
-  GroupShape shape;
-  Group group(EagerConfig(shape));
-  Layer layer(2, 8);
-  const Routing routing = RandomRouting(UnevenRows(30), 2, Experts(group), 6527);
-  const Reference reference(routing, Experts(group), 8);
-  Step<BFloat16> step(group, layer, routing, 6527, reference.Total(World::Get().rank()));
-  PrepareAndDispatch(step.prepare_args(), step.dispatch_args());
-  step.CheckCounts();
-  step.CheckReceived();
-  step.Combine();
-  step.CheckCombined();
-  step.Backward();
-}
-
 // One row less than arrives, on every rank.
 TEST(Eager, FewerRowsThanTheTotal) {
   GroupShape shape;
-  Group group(EagerConfig(shape));
+  Group group(Eager(shape));
   Layer layer(2, 8);
   const Routing routing = RandomRouting(EvenRows(40), 2, Experts(group), 6528);
   const Reference reference(routing, Experts(group), 8);
@@ -122,7 +111,7 @@ TEST(Eager, FewerRowsThanTheTotal) {
 
 TEST(Eager, MoreRowsThanTheTotal) {
   GroupShape shape;
-  Group group(EagerConfig(shape));
+  Group group(Eager(shape));
   Layer layer(2, 8);
   RunEager<BFloat16>(group, layer, RandomRouting(UnevenRows(20), 2, Experts(group), 6530), 6530, 5);
 }
@@ -130,7 +119,7 @@ TEST(Eager, MoreRowsThanTheTotal) {
 // Every rank in turn gets no row; its receive-side tensors have no rows and no address.
 TEST(EagerNothing, RanksThatReceiveNothing) {
   GroupShape shape;
-  Group group(EagerConfig(shape));
+  Group group(Eager(shape));
   const int local = group.local_experts();
   for (const std::size_t alignment : {0, 16}) {
     Layer layer(2, alignment);
@@ -149,7 +138,7 @@ TEST(EagerNothing, RanksThatReceiveNothing) {
 // The same rank sends nothing either, and finally nobody sends anything.
 TEST(EagerNothing, RanksThatDoNothing) {
   GroupShape shape;
-  Group group(EagerConfig(shape));
+  Group group(Eager(shape));
   Layer layer(2, 8);
   const int local = group.local_experts();
   std::vector<int> rows = EvenRows(11);
@@ -164,7 +153,7 @@ TEST(EagerNothing, RanksThatDoNothing) {
 
 TEST(EagerNothing, WithoutWeights) {
   GroupShape shape;
-  Group group(EagerConfig(shape));
+  Group group(Eager(shape));
   Layer layer(2, 0);
   // Rank 0 receives nothing.
   const Routing routing = MakeRouting(
@@ -185,8 +174,8 @@ TEST(EagerNothing, WithoutWeights) {
 // Layers may not have more experts per token than the group was told.
 TEST(Eager, TopKBeyondTheGroups) {
   GroupShape shape;
-  Group group(EagerConfig(shape));
-  EXPECT_TRUE(Throws("nvte_ep_handle_mem_size", {"top_k", "num_topk, 2", "got 3"}, [] { Register(3, 0); }));
+  Group group(Eager(shape));
+  EXPECT_TRUE(Throws(kLayerFunction, {"top_k", "num_topk, 2", "got 3"}, [] { Register(3, 0); }));
   Layer layer(2, 0);
   RunEager<BFloat16>(group, layer, RandomRouting(EvenRows(6), 2, Experts(group), 6570), 6570);
 }
@@ -223,7 +212,7 @@ class Drop : public testing::TestWithParam<Overflowing> {
     const std::vector<std::int64_t> counts = step.counts.Download();
     EXPECT_LE(std::accumulate(counts.begin(), counts.end(), std::int64_t{0}), capacity);
     const Reference undropped(routing, Experts(group), layer.alignment());
-    EXPECT_EQ(step.total.Download()[0], static_cast<std::int64_t>(undropped.Slots(rank).size()));
+    EXPECT_EQ(step.reference().Total(rank), static_cast<std::int64_t>(undropped.Slots(rank).size()));
   }
 };
 
@@ -232,7 +221,7 @@ TEST_P(Drop, EverythingForOneRank) {
   GroupShape shape;
   shape.top_k = p.top_k;
   const int demand = Ranks() * 64 * p.top_k;
-  Group group(DropConfig(shape, std::max(64, demand / p.divisor - p.less)));
+  Group group(Dropping(shape, std::max(64, demand / p.divisor - p.less)));
   Layer layer(p.top_k, p.alignment);
   const int local = group.local_experts();
   for (int target = 0; target < 2; ++target) {
@@ -248,7 +237,7 @@ TEST_P(Drop, SkewedAtRandom) {
   const Overflowing p = GetParam();
   GroupShape shape;
   shape.top_k = p.top_k;
-  Group group(DropConfig(shape, 64));
+  Group group(Dropping(shape, 64));
   Layer layer(p.top_k, p.alignment);
   const int local = group.local_experts();
   for (int seed = 6610; seed < 6614; ++seed) {
@@ -269,7 +258,7 @@ TEST_P(Drop, WithinTheCapacity) {
   GroupShape shape;
   shape.top_k = p.top_k;
   shape.alignment = 16;
-  Group group(DropConfig(shape, shape.Config().max_recv_tokens_per_rank));
+  Group group(Dropping(shape, shape.Config().max_recv_tokens_per_rank));
   Layer layer(p.top_k, p.alignment);
   Run(group, layer, RandomRouting(UnevenRows(40), p.top_k, Experts(group), 6620), 6620);
   Run(group, layer, RoundRobin(EvenRows(0), p.top_k, Experts(group)), 6621);

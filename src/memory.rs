@@ -1,0 +1,177 @@
+//! What a group's device memory amounts to, from its configuration alone: NCCL EP (0.1.0) does not tell. docs/memory.md
+//! has the formulas in words and a table, which a test here compares.
+#![forbid(unsafe_code)]
+
+use crate::config::{GroupConfig, Transfer};
+use crate::stamp::STAMP_BYTES;
+
+/// Parts of NCCL EP's buffers start at multiples of this.
+const PART: u64 = 256;
+
+/// Device memory comes in pieces of this.
+const PIECE: u64 = 2 << 20;
+
+/// NCCL EP's workspace for the scan over the routing.
+const WORKSPACE: u64 = 32 << 20;
+
+/// Device memory that NCCL EP holds for a group, by rank.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct GroupMemory {
+    /// Rows, weights and scales on their way. In zero-copy groups without the rows, which lie in the callers' windows.
+    pub staging: u64,
+    /// Who sends to whom, of all ranks.
+    pub routing_map: u64,
+    /// Scratch of the kernels.
+    pub workspace: u64,
+}
+
+impl GroupMemory {
+    /// What a group of `config` holds while its ranks reach each other by load and store (one NVLink domain).
+    #[must_use]
+    pub fn of(config: &GroupConfig) -> Self {
+        let (ranks, tokens) = (u64::from(config.ep_size), u64::from(config.dispatch_limit()));
+        let (rows, row) = (config.internal_rows(), config.max_token_bytes() as u64);
+        let weights = part(rows * u64::from(config.num_experts) * 4);
+        let staged = match config.transfer {
+            Transfer::Staged => part(ranks * tokens * row),
+            Transfer::ZeroCopy => 0,
+        };
+        let scales = part(rows * row);
+        Self {
+            staging: (2 * staged + 2 * weights + scales).next_multiple_of(PIECE),
+            routing_map: piece(ranks * tokens * u64::from(config.num_experts.div_ceil(8))),
+            workspace: WORKSPACE,
+        }
+    }
+
+    /// All of it.
+    #[must_use]
+    pub const fn total(&self) -> u64 {
+        self.staging + self.routing_map + self.workspace
+    }
+}
+
+fn part(bytes: u64) -> u64 {
+    bytes.next_multiple_of(PART)
+}
+
+/// A piece of device memory of its own; small ones share a piece with others.
+fn piece(bytes: u64) -> u64 {
+    if bytes < PIECE { part(bytes) } else { bytes.next_multiple_of(PIECE) }
+}
+
+/// Bytes of handle memory for a layer of `top_k` experts per token, on a device of `sm_count` multiprocessors: the stamp,
+/// what NCCL EP needs, and the copy of the indices. A live group asks NCCL EP instead; this is for planning.
+#[must_use]
+pub fn handle_bytes(config: &GroupConfig, top_k: u32, sm_count: u32) -> u64 {
+    let (ranks, experts, tokens) =
+        (u64::from(config.ep_size), u64::from(config.num_experts), u64::from(config.dispatch_limit()));
+    let (local, rows, top_k) = (u64::from(config.local_experts()), config.internal_rows(), u64::from(top_k));
+    let duplicates = config.transfer == Transfer::ZeroCopy;
+    let common = [
+        tokens.next_multiple_of(16),
+        rows * local,
+        4,
+        tokens * 4 * if duplicates { top_k } else { ranks },
+        tokens * ranks * 8 * ranks.div_ceil(64),
+        u64::from(sm_count) * ranks * 8,
+        tokens * experts * 4,
+        tokens * top_k * 8,
+        local * 4,
+        (local + 1) * 8,
+    ];
+    let own = if duplicates {
+        [rows / 2 * top_k.min(local) * 4, 4, 0]
+    } else {
+        [rows * top_k * 4, rows * top_k * 4, tokens * ranks * 4]
+    };
+    let indices = u64::from(config.max_tokens_per_rank) * top_k * 8;
+    STAMP_BYTES as u64 + common.into_iter().chain(own).map(part).sum::<u64>() + indices
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::tests::REQUEST;
+    use crate::config::{GroupRequest, LayerConfig};
+    use std::fmt::Write;
+
+    #[test]
+    fn worked_example() {
+        // Rows out and in: 2 * 4 * 64 * 1024; weights out and in: 2 * 512 * 16 * 4; scales: 512 * 1024.
+        let staged = GroupMemory::of(&GroupConfig::try_from(REQUEST).unwrap());
+        assert_eq!(staged.staging, (524_288u64 + 65_536 + 524_288).next_multiple_of(PIECE));
+        assert_eq!((staged.routing_map, staged.workspace), (4 * 64 * 2, 32 << 20));
+        let large = GroupRequest { max_tokens_per_rank: 4096, max_recv_tokens_per_rank: 131_072, ..REQUEST };
+        let zero_copy = GroupConfig::try_from(GroupRequest { zero_copy: 1, ..large }).unwrap();
+        let staged = GroupConfig::try_from(large).unwrap();
+        let rows = 4 * 4096 * 1024;
+        assert_eq!(GroupMemory::of(&staged).staging - GroupMemory::of(&zero_copy).staging, 2 * rows);
+    }
+
+    /// The sizes that NCCL EP reports, as the host runtime has them too, with the stamp and 64 tokens' indices.
+    #[test]
+    fn handle_memory() {
+        let config = GroupConfig::try_from(REQUEST).unwrap();
+        assert_eq!(handle_bytes(&config, 2, 132), 24_832 + 256 + 1024);
+        let config = GroupConfig::try_from(GroupRequest { zero_copy: 1, ..REQUEST }).unwrap();
+        let parts = [256, 2048, 256, 512, 2048, 4352, 4096, 1024, 256, 256, 2048, 256];
+        assert_eq!(handle_bytes(&config, 2, 132), parts.iter().sum::<u64>() + 256 + 1024);
+    }
+
+    /// Experts, experts per token, hidden size; ranks, tokens of each.
+    const MODELS: [(i32, i32, i32, i32, i32); 12] = [
+        (64, 6, 2048, 8, 4096),
+        (64, 6, 2048, 8, 16384),
+        (128, 8, 4096, 8, 4096),
+        (128, 8, 4096, 16, 8192),
+        (256, 8, 7168, 8, 4096),
+        (256, 8, 7168, 16, 8192),
+        (256, 8, 7168, 32, 4096),
+        (256, 8, 7168, 64, 4096),
+        (256, 8, 7168, 64, 16384),
+        (512, 10, 2048, 16, 8192),
+        (512, 10, 2048, 64, 4096),
+        (512, 10, 2048, 64, 16384),
+    ];
+
+    fn gib(bytes: u64) -> String {
+        format!("{:.2}", bytes as f64 / (1u64 << 30) as f64)
+    }
+
+    fn row((experts, top_k, hidden, ranks, tokens): (i32, i32, i32, i32, i32)) -> String {
+        let request = |zero_copy, rows| GroupRequest {
+            ep_size: ranks,
+            num_experts: experts,
+            hidden_dim: hidden,
+            max_tokens_per_rank: tokens,
+            max_recv_tokens_per_rank: rows,
+            zero_copy,
+            ..REQUEST
+        };
+        let cells = |zero_copy, rows: i32| {
+            let config = GroupConfig::try_from(request(zero_copy, rows)).ok()?;
+            let layer = LayerConfig::parse("layer_config", top_k, 0).ok()?;
+            layer.check_against(&config).ok()?;
+            let handle = handle_bytes(&config, top_k as u32, 132) >> 20;
+            Some((gib(GroupMemory::of(&config).total()), format!("{handle}")))
+        };
+        // Twice what a balanced routing brings a rank, and what any routing can bring it.
+        let (twice, any) = (2 * tokens * top_k, ranks * tokens * top_k.min(experts / ranks));
+        let mut text = format!("| {experts} | {top_k} | {hidden} | {ranks} | {tokens} |");
+        for rows in [twice, any] {
+            for zero_copy in [0, 1] {
+                let (group, handle) = cells(zero_copy, rows).unwrap_or(("-".into(), "-".into()));
+                write!(text, " {group} | {handle} |").unwrap();
+            }
+        }
+        text
+    }
+
+    #[test]
+    fn the_documents_table() {
+        let document = include_str!("../docs/memory.md");
+        let rows: Vec<String> = MODELS.into_iter().map(row).collect();
+        assert!(document.contains(&rows.join("\n")), "docs/memory.md should have these rows:\n{}", rows.join("\n"));
+    }
+}
