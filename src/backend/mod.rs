@@ -107,6 +107,8 @@ pub struct RecvTotals {
     pub received: u64,
     /// Rows of those that are dropped.
     pub dropped: u64,
+    /// This rank's indices that were no expert, and routed nowhere.
+    pub not_experts: u64,
 }
 
 /// Device memory of a group, of this rank, in bytes.
@@ -876,8 +878,8 @@ impl Backend {
         }
         // SAFETY: passed on; the stream does not capture.
         let words = unsafe { self.base.cuda.read_words(mem.data, stream) }.map_err(|error| self.explain(error))?;
-        const { assert!(TOTAL_OFFSET == 2 * size_of::<u32>()) };
-        let [first, second, low, high] = words;
+        const { assert!(TOTAL_OFFSET == 2 * size_of::<u32>() && NOT_EXPERTS_OFFSET == 4 * size_of::<u32>()) };
+        let [first, second, low, high, not_experts] = words;
         if Stamp([first, second]).read(self.epoch).is_none() {
             let name = mem.name;
             return Err(Error::State(format!("{name} holds no routing of this group: call nvte_ep_prepare first")));
@@ -889,7 +891,7 @@ impl Backend {
             RecvCapacity::Fixed(rows) => needed.min(rows.into()),
             RecvCapacity::Eager => needed,
         };
-        Ok(RecvTotals { needed, received, dropped: needed - received })
+        Ok(RecvTotals { needed, received, dropped: needed - received, not_experts: not_experts.into() })
     }
 
     /// Exchanges the routing, once `prepared` came out of its checks.

@@ -117,6 +117,7 @@ template <typename Index>
 void RunIndices(const Group& group, const Layer& layer, const Routing& routing, std::uint64_t seed,
                 const std::vector<Index>& given) {
   Step<BFloat16, Index> step(group, layer, routing, seed);
+  step.not_experts = std::count_if(given.begin(), given.end(), [&](Index index) { return index >= Experts(group); });
   ASSERT_EQ(step.topk_idx.size(), given.size());
   step.topk_idx.Upload(given);
   step.ForwardAndBackward();
