@@ -8,4 +8,6 @@ check "generated headers are current" cargo run --quiet --locked -p nvte-ep-code
 wheels=$("$ROOT/qa/wheels.sh")
 check "generated bindings are current" cargo run --quiet --locked -p nvte-ep-codegen -- bindings --check --wheels "$wheels"
 check "C++ formatting" qa/clang_format.sh --check
+check "licences and sources of dependencies" qa/deny.sh
+check "third-party licences are current" packaging/third_party_licenses.py --check
 finish
