@@ -22,11 +22,11 @@ underscored=${triple//-/_}
 export "CXX_$underscored=$NVTE_EP_CXX" "CARGO_TARGET_$(tr '[:lower:]-' '[:upper:]_' <<<"$triple")_LINKER=$root/packaging/zig-cc"
 
 cargo fetch --quiet --locked --target "$triple" >&2
-# What panic messages name: sources of this folder, of crates, and of the standard library where they are installed.
-flags="--remap-path-prefix=$root=/nvte-ep"
-for folder in "${CARGO_HOME:-$HOME/.cargo}"/registry/src/*; do flags+=" --remap-path-prefix=$folder=/crates"; done
-flags+=" --remap-path-prefix=$(rustc --print sysroot)/lib/rustlib/src/rust=/rust"
-export RUSTFLAGS=$flags "CXXFLAGS_$underscored=-ffile-prefix-map=$root=/nvte-ep"
-
+# What panic messages name: sources of this folder, of crates, and of the standard library where they are installed. Cargo's
+# encoded form of flags, since folders may have spaces in their names.
+flags=--remap-path-prefix=$root=/nvte-ep
+for folder in "${CARGO_HOME:-$HOME/.cargo}"/registry/src/*; do flags+=$'\x1f'--remap-path-prefix=$folder=/crates; done
+flags+=$'\x1f'--remap-path-prefix=$("${RUSTC:-rustc}" --print sysroot)/lib/rustlib/src/rust=/rust
+export CARGO_ENCODED_RUSTFLAGS=$flags
 cargo build --quiet --release --locked --target "$triple" --target-dir "$target/dist" "$@" >&2
 echo "$target/dist/$triple/release"
