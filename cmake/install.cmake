@@ -10,10 +10,11 @@
 
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
+set(docs_dir ${CMAKE_INSTALL_DATAROOTDIR}/doc/nvte-ep)
 
 # nvte_ep_install_library(COMPONENT FILE NAME): FILE as NAME.so.1, and the link NAME.so.
 function(nvte_ep_install_library component file name)
-  install(PROGRAMS ${nvte_ep_library_dir}/${file}
+  install(FILES ${nvte_ep_library_dir}/${file}
     DESTINATION ${CMAKE_INSTALL_LIBDIR} RENAME ${name}.so.1 COMPONENT ${component})
   nvte_ep_install_link(${component} ${name}.so.1 ${CMAKE_INSTALL_LIBDIR}/${name}.so)
 endfunction()
@@ -49,8 +50,8 @@ install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/nvte_ep DESTINATION ${CMAKE_INST
 install(PROGRAMS ${nvte_ep_library_dir}/nvte-ep DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT nvte_ep)
 install(FILES ${PROJECT_SOURCE_DIR}/LICENSE ${PROJECT_SOURCE_DIR}/THIRD_PARTY_LICENSES
   ${PROJECT_SOURCE_DIR}/README.md ${PROJECT_SOURCE_DIR}/CHANGELOG.md
-  DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT nvte_ep)
-install(DIRECTORY ${PROJECT_SOURCE_DIR}/docs DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT nvte_ep)
+  DESTINATION ${docs_dir} COMPONENT nvte_ep)
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/docs DESTINATION ${docs_dir} COMPONENT nvte_ep)
 nvte_ep_install_pc(nvte_ep nvte_ep)
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/nvte_ep)
@@ -64,7 +65,7 @@ install(FILES ${PROJECT_BINARY_DIR}/nvte_epConfig.cmake ${PROJECT_BINARY_DIR}/nv
 # ---- transformer_engine ----
 
 if(NVTE_EP_INSTALL_TE_LIBRARY)
-  install(PROGRAMS ${nvte_ep_library_dir}/libtransformer_engine.so
+  install(FILES ${nvte_ep_library_dir}/libtransformer_engine.so
     DESTINATION ${CMAKE_INSTALL_LIBDIR}/nvte_ep/te COMPONENT transformer_engine)
   # Each library looks for the host runtime beside itself.
   nvte_ep_install_link(host ../../libnvte_ep_host.so.1 ${CMAKE_INSTALL_LIBDIR}/nvte_ep/te/libnvte_ep_host.so)

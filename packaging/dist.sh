@@ -39,7 +39,7 @@ echo "--- archive"
 name=nvte-ep-$version-linux-x86_64
 cmake -S . -B "$work/archive" -DNVTE_EP_BUILD_TESTS=OFF -DNVTE_EP_LIBRARY_DIR="$built" -DCMAKE_INSTALL_LIBDIR=lib >/dev/null
 cmake --install "$work/archive" --prefix "$work/$name" >/dev/null
-cp -r "$sbom" "$work/$name/share/doc/nvte_ep/sbom"
+cp -r "$sbom" "$work/$name/share/doc/nvte-ep/sbom"
 tar -C "$work" --sort=name --mtime="@$SOURCE_DATE_EPOCH" --owner=0 --group=0 --numeric-owner --mode=u+rwX,go=rX -cf - "$name" \
   | gzip -9n >"$out/$name.tar.gz"
 

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # Installs a Debian package into a copy-on-write copy of this machine, builds and runs consumers there as on any machine that
-# has the package, and removes it. usage, as root: unshare -m debian.sh PACKAGE
+# has the package, and removes it. usage, as root: unshare -m debian.sh FOLDER [PACKAGE]
+# FOLDER is where the copy is mounted. Without a package: only whether such a copy can be made here.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
-package=$(realpath "$1")
-copy=$(mktemp -d)
+copy=$1; mkdir -p "$copy"
 mount --make-rprivate /
 mount -t tmpfs none "$copy"
 mkdir "$copy/upper" "$copy/work" "$copy/root"
 mount -t overlay overlay -o "lowerdir=/,upperdir=$copy/upper,workdir=$copy/work" "$copy/root"
+[ $# -gt 1 ] || exit 0
 mount --bind /dev "$copy/root/dev"
 mount -t proc proc "$copy/root/proc"
 cp -r "$root/tests_cpp/consumers" "$copy/root/consumers"
-cp "$package" "$copy/root/package.deb"
+cp "$2" "$copy/root/package.deb"
 chroot "$copy/root" bash -euo pipefail -s <<'INSIDE'
 dpkg -i /package.deb >/dev/null
 cmake -S /consumers -B /built -DCMAKE_BUILD_TYPE=Release >/dev/null
