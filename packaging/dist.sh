@@ -31,7 +31,7 @@ git clone --quiet "$root" "$work/source"
 (cd "$work/source" && SOURCE_DATE_EPOCH=$SOURCE_DATE_EPOCH "$target/tools/$pin/bin/cargo-cyclonedx" cyclonedx --quiet --format json \
   --spec-version 1.5 --describe binaries --no-build-deps --target x86_64-unknown-linux-gnu)
 sbom=$work/sbom; mkdir "$sbom"
-for file in "$work"/source/{abi/*,stub,host,cli}/*.cdx.json; do
+for file in "$work"/source/{abi/*,host,cli}/*.cdx.json; do
   sed "s#$work/source#/nvte-ep#g" "$file" >"$sbom/$(basename "$file" | sed 's/_\(cdylib\|cdylib-rlib\|bin\)\.cdx/.cdx/')"
 done
 
