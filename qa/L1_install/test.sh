@@ -74,7 +74,7 @@ done
 # ---- consumers ----
 
 # said WORDS COMMAND...: the command succeeds, and its output has the words.
-said() { local output; output=$("${@:2}") || { echo "$output"; return 1; }; grep -F -e "$1" <<<"$output" || { echo "$output"; return 1; }; }
+said() { local output; output=$(timeout 120 "${@:2}") || { echo "$output"; return 1; }; grep -F -e "$1" <<<"$output" || { echo "$output"; return 1; }; }
 te=$(qa/te_wheel.sh) && wheels=$(qa/wheels.sh) || check "wheels" false
 te_include="$te/include;$wheels/nvidia/cu13/include;$wheels/nvidia/cu13/include/cccl"
 ours=libnvte_ep\ ; theirs=libtransformer_engine\ ; stub='(stub of '
@@ -147,7 +147,7 @@ check "the component host alone" place full host --component host
 only_host() { diff <(cd "$work/host" && find . -not -type d | sort) <(cd "$work/full" && find . -not -type d -path '*host*' -not -path './share/doc/*' | sort); }
 check "has all of the host runtime and nothing else" only_host
 
-command_runs() { env -u NVTE_EP_RUNTIME "$work/full/bin/nvte-ep" run --runtime host --ranks 2 --tokens 32 --hidden 64 | tail -1 | grep -x "all checks passed"; }
+command_runs() { timeout 120 env -u NVTE_EP_RUNTIME "$work/full/bin/nvte-ep" run --runtime host --ranks 2 --tokens 32 --hidden 64 | tail -1 | grep -x "all checks passed"; }
 check "the installed command" command_runs
 
 # ---- the Debian package, in a copy of this machine that is gone afterwards ----
@@ -155,7 +155,7 @@ check "the installed command" command_runs
 check "configure for Debian" configure deb -DCMAKE_INSTALL_PREFIX=/usr
 check "Debian package" quietly cpack -G DEB -B "$work/deb" --config "$work/build-deb/CPackConfig.cmake"
 if unshare -m qa/L1_install/debian.sh "$work/copy" 2>/dev/null; then
-  check "installs, serves consumers, and is removed without a rest" unshare -m qa/L1_install/debian.sh "$work/copy" "$work"/deb/nvte-ep_*.deb
+  check "installs, serves consumers, and is removed without a rest" timeout 300 unshare -m qa/L1_install/debian.sh "$work/copy" "$work"/deb/nvte-ep_*.deb
 else
   echo "skipped: installing the Debian package takes root, and a kernel that mounts overlays"
 fi
