@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -296,13 +296,13 @@ pub fn unique_id() -> Outcome<ncclUniqueId> {
         return Err(Fault::nccl(ncclSystemError, text));
     }
     for (there, byte) in id.internal.iter_mut().zip(text) {
-        *there = byte.cast_signed();
+        *there = c_char::from_ne_bytes([byte]);
     }
     Ok(id)
 }
 
 fn rendezvous_path(id: &ncclUniqueId) -> Outcome<PathBuf> {
-    let bytes: Vec<u8> = id.internal.iter().map(|b| b.cast_unsigned()).take_while(|b| *b != 0).collect();
+    let bytes: Vec<u8> = id.internal.iter().map(|b| b.to_ne_bytes()[0]).take_while(|b| *b != 0).collect();
     match bytes.strip_prefix(ID_PREFIX) {
         Some(path) if !path.is_empty() => Ok(PathBuf::from(std::ffi::OsString::from_vec(path.to_vec()))),
         _ => Err(usage("ncclCommInitRank: the unique id was not made by ncclGetUniqueId of the host runtime")),
