@@ -21,3 +21,15 @@ generate:
 format:
     cargo fmt --all
     ./qa/clang_format.sh --write
+
+# the release: archive with SBOM, Debian package, checksums; twice, and compared
+dist:
+    ./packaging/dist.sh --verify
+
+# the release for aarch64, run under qemu
+aarch64:
+    ./packaging/aarch64.sh
+
+# rewrite the ABI descriptions, at a release
+abi:
+    ./qa/L0_abi/describe.sh --write

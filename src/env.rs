@@ -47,13 +47,25 @@ const HOST_LIB: Variable = Variable {
 };
 const NCCL_LIB: Variable = Variable {
     name: "NVTE_EP_NCCL_LIB",
-    default: "the NCCL already in the process, then libnccl.so.2",
+    default: "the NCCL already in the process, then $NCCL_HOME, the loader's search path, the usual places",
     meaning: "path of NCCL; it has to be the one that made the communicator",
+};
+/// `NCCL_HOME`, which NCCL's own tools read too.
+pub(crate) const NCCL_HOME: Variable = Variable {
+    name: "NCCL_HOME",
+    default: "/opt/nvidia/nccl, /usr/local/nccl and /usr, after the loader's search path",
+    meaning: "the prefix of NCCL, with lib or lib64 and include",
 };
 const NCCL_EP_LIB: Variable = Variable {
     name: "NVTE_EP_NCCL_EP_LIB",
-    default: "$NCCL_EP_HOME, beside our own library, the loader's search path, Python wheels",
+    default: "$NCCL_EP_HOME, $NCCL_HOME, beside our own library, the loader's search path, Python wheels, the usual places",
     meaning: "path of NCCL EP",
+};
+/// `NCCL_EP_HOME`, which NCCL EP reads too.
+pub(crate) const NCCL_EP_HOME: Variable = Variable {
+    name: "NCCL_EP_HOME",
+    default: "unset",
+    meaning: "the prefix of NCCL EP, with lib or lib64 and include/nccl_ep",
 };
 const HANDLE_CACHE_SIZE: Variable = Variable {
     name: "NVTE_EP_HANDLE_CACHE_SIZE",
@@ -75,8 +87,18 @@ pub(crate) const LOG: Variable =
     Variable { name: "NVTE_EP_LOG", default: "off", meaning: "log to stderr: error, warn, info, debug or trace" };
 
 /// All of them.
-pub const VARIABLES: &[Variable] =
-    &[RUNTIME, HOST_LIB, NCCL_LIB, NCCL_EP_LIB, HANDLE_CACHE_SIZE, TIMEOUT_MS, SHUTDOWN_TIMEOUT_MS, LOG];
+pub const VARIABLES: &[Variable] = &[
+    RUNTIME,
+    HOST_LIB,
+    NCCL_LIB,
+    NCCL_HOME,
+    NCCL_EP_LIB,
+    NCCL_EP_HOME,
+    HANDLE_CACHE_SIZE,
+    TIMEOUT_MS,
+    SHUTDOWN_TIMEOUT_MS,
+    LOG,
+];
 
 /// How many handles are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -110,8 +132,12 @@ pub struct Env {
     pub host_lib: Option<PathBuf>,
     /// `NVTE_EP_NCCL_LIB`.
     pub nccl_lib: Option<PathBuf>,
+    /// `NCCL_HOME`.
+    pub nccl_home: Option<PathBuf>,
     /// `NVTE_EP_NCCL_EP_LIB`.
     pub nccl_ep_lib: Option<PathBuf>,
+    /// `NCCL_EP_HOME`.
+    pub nccl_ep_home: Option<PathBuf>,
     /// `NVTE_EP_HANDLE_CACHE_SIZE`.
     pub handle_cache_size: CacheSize,
     /// `NVTE_EP_TIMEOUT_MS`; none = no limit.
@@ -161,7 +187,9 @@ impl Env {
             },
             host_lib: path(&HOST_LIB),
             nccl_lib: path(&NCCL_LIB),
+            nccl_home: path(&NCCL_HOME),
             nccl_ep_lib: path(&NCCL_EP_LIB),
+            nccl_ep_home: path(&NCCL_EP_HOME),
             handle_cache_size: match integer(&HANDLE_CACHE_SIZE, "an integer")? {
                 None => CacheSize::Default,
                 Some(0) => {
@@ -200,6 +228,8 @@ mod tests {
             ("NVTE_EP_RUNTIME", "host"),
             ("NVTE_EP_NCCL_LIB", ""),
             ("NVTE_EP_NCCL_EP_LIB", "/x/libnccl_ep.so"),
+            ("NCCL_HOME", "/opt/nccl"),
+            ("NCCL_EP_HOME", ""),
             ("NVTE_EP_HANDLE_CACHE_SIZE", "-1"),
             ("NVTE_EP_TIMEOUT_MS", "0"),
             ("NVTE_EP_SHUTDOWN_TIMEOUT_MS", "250"),
@@ -208,6 +238,8 @@ mod tests {
         assert_eq!(env.runtime, RuntimeKind::Host);
         assert_eq!(env.nccl_lib, None);
         assert_eq!(env.nccl_ep_lib, Some("/x/libnccl_ep.so".into()));
+        assert_eq!(env.nccl_home, Some("/opt/nccl".into()));
+        assert_eq!(env.nccl_ep_home, None);
         assert_eq!(env.handle_cache_size, CacheSize::Unlimited);
         assert_eq!(env.timeout, None);
         assert_eq!(env.shutdown_timeout, Some(Duration::from_millis(250)));

@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 use crate::config::{GroupConfig, Transfer};
+use crate::stamp::STAMP_BYTES;
 
 /// Parts of NCCL EP's buffers start at multiples of this.
 const PART: u64 = 256;
@@ -59,8 +60,8 @@ fn piece(bytes: u64) -> u64 {
     if bytes < PIECE { part(bytes) } else { bytes.next_multiple_of(PIECE) }
 }
 
-/// Bytes of handle memory that NCCL EP needs for a layer of `top_k` experts per token, on a device of `sm_count`
-/// multiprocessors. A live group is asked instead; this is for planning.
+/// Bytes of handle memory for a layer of `top_k` experts per token, on a device of `sm_count` multiprocessors: the stamp,
+/// what NCCL EP needs, and the copy of the indices. A live group asks NCCL EP instead; this is for planning.
 #[must_use]
 pub fn handle_bytes(config: &GroupConfig, top_k: u32, sm_count: u32) -> u64 {
     let (ranks, experts, tokens) =
@@ -84,7 +85,8 @@ pub fn handle_bytes(config: &GroupConfig, top_k: u32, sm_count: u32) -> u64 {
     } else {
         [rows * top_k * 4, rows * top_k * 4, tokens * ranks * 4]
     };
-    common.into_iter().chain(own).map(part).sum()
+    let indices = u64::from(config.max_tokens_per_rank) * top_k * 8;
+    STAMP_BYTES as u64 + common.into_iter().chain(own).map(part).sum::<u64>() + indices
 }
 
 #[cfg(test)]
@@ -107,14 +109,14 @@ mod tests {
         assert_eq!(GroupMemory::of(&staged).staging - GroupMemory::of(&zero_copy).staging, 2 * rows);
     }
 
-    /// The sizes that NCCL EP reports, as the host runtime has them too.
+    /// The sizes that NCCL EP reports, as the host runtime has them too, with the stamp and 64 tokens' indices.
     #[test]
     fn handle_memory() {
         let config = GroupConfig::try_from(REQUEST).unwrap();
-        assert_eq!(handle_bytes(&config, 2, 132), 24_832);
+        assert_eq!(handle_bytes(&config, 2, 132), 24_832 + 256 + 1024);
         let config = GroupConfig::try_from(GroupRequest { zero_copy: 1, ..REQUEST }).unwrap();
         let parts = [256, 2048, 256, 512, 2048, 4352, 4096, 1024, 256, 256, 2048, 256];
-        assert_eq!(handle_bytes(&config, 2, 132), parts.iter().sum());
+        assert_eq!(handle_bytes(&config, 2, 132), parts.iter().sum::<u64>() + 256 + 1024);
     }
 
     /// Experts, experts per token, hidden size; ranks, tokens of each.

@@ -26,7 +26,7 @@ pub struct Prepared {
 /// Arguments of prepare.
 #[derive(Debug, Clone, Copy)]
 pub struct Prepare {
-    /// `[T, K]` int64 or int32; a negative index routes nowhere.
+    /// `[T, K]` int64 or int32; an index that is no expert routes nowhere.
     pub topk_idx: TensorView,
     /// `[local experts]` int32 or int64; receives the padded row count of every local expert's slab.
     pub token_counts: Option<TensorView>,

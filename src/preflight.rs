@@ -1,10 +1,11 @@
 //! What would make the libraries below abort, exit or hang, looked at before they are asked.
 
 use crate::config::GroupConfig;
+use crate::env::{NCCL_EP_HOME, NCCL_HOME};
 use crate::error::{Error, Result};
 use crate::options::Options;
 use crate::sys::nccl::{CommFacts, version_text};
-use crate::sys::{Base, NcclEpLibrary, ancestors, cuda::DeviceFacts, site_packages};
+use crate::sys::{Base, NCCL_PREFIXES, NcclEpLibrary, ancestors, cuda::DeviceFacts, site_packages};
 use std::ffi::OsString;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -133,7 +134,7 @@ fn jit_from(nccl: Option<&Path>, nccl_ep: Option<&Path>, version: i32, env: Look
 
     // lib/libnccl_ep.so beside include/; or in the nccl-extensions wheel nccl/ep/lib/cu13/libnccl_ep.so beside
     // nccl/ep/include; or in TransformerEngine's wheel wheel_lib/libnccl_ep.so beside wheel_lib/nccl_ep/include.
-    let homes = env("NCCL_EP_HOME").map(PathBuf::from).into_iter();
+    let homes = env(NCCL_EP_HOME.name).map(PathBuf::from).into_iter();
     let in_te = ancestors(nccl_ep, 1).into_iter().map(|folder| folder.join("nccl_ep"));
     let homes = homes.chain(ancestors(nccl_ep, 2)).chain(ancestors(nccl_ep, 3)).chain(in_te);
     let homes = homes.chain(sites.iter().map(|site| site.join("nccl/ep")));
@@ -146,13 +147,18 @@ fn jit_from(nccl: Option<&Path>, nccl_ep: Option<&Path>, version: i32, env: Look
         "install the nccl-extensions wheel, or set NCCL_EP_HOME to a folder that has include/nccl_ep",
     )?;
 
-    let homes = env("NCCL_HOME").map(PathBuf::from).into_iter().chain(ancestors(nccl, 2));
-    let homes = homes.chain(sites.iter().map(|site| site.join("nvidia/nccl"))).map(|home| home.join("include"));
+    let named = env(NCCL_HOME.name).map(PathBuf::from);
+    if let Some(text) = named.as_deref().and_then(|home| unfit_headers(home, version)) {
+        tracing::warn!(target: "nvte_ep", "{text}; looking elsewhere");
+    }
+    let homes = named.into_iter().chain(ancestors(nccl, 2));
+    let homes = homes.chain(sites.iter().map(|site| site.join("nvidia/nccl")));
+    let homes = homes.chain(NCCL_PREFIXES.map(PathBuf::from)).map(|home| home.join("include"));
     let nccl_headers = find(
         "NCCL's headers",
         "NCCL_EP_JIT_BUILD_INCLUDE_DIR",
         env,
-        homes.chain([PathBuf::from("/usr/include")]).filter(|path| header_version(path).is_some_and(|v| v == version)),
+        homes.filter(|path| header_version(path).is_some_and(|v| v == version)),
         &["nccl.h", "nccl_device.h"],
         &format!("install those of NCCL {}, the running one, or set NCCL_HOME to its folder", version_text(version)),
     )?;
@@ -216,11 +222,24 @@ fn find_nvcc(env: Lookup<'_>) -> Result<PathBuf> {
             Err(error) => tried.push(format!("{}: {error}", nvcc.display())),
         }
     }
-    let tried = if tried.is_empty() { "none found".into() } else { tried.join(", ") };
-    Err(Error::Preflight {
+    Err(no_nvcc(&if tried.is_empty() { "none found".into() } else { tried.join(", ") }))
+}
+
+fn no_nvcc(tried: &str) -> Error {
+    Error::Preflight {
         problem: format!("NCCL EP compiles its kernels at run time and needs nvcc ({tried})"),
         remedy: "install the CUDA toolkit's compiler, or set NCCL_EP_JIT_NVCC or CUDA_HOME".into(),
-    })
+    }
+}
+
+/// On the host runtime there is nothing to compile; a test may ask for what a machine without a compiler sees.
+///
+/// # Errors
+/// nvcc, where the host runtime's NVTE_EP_HOST_FAULT hides it.
+pub(crate) fn host_compiler(library: &NcclEpLibrary) -> Result<()> {
+    // SAFETY: takes nothing.
+    let hidden = library.host_compiler.is_some_and(|has_compiler| unsafe { has_compiler() } == 0);
+    if hidden { Err(no_nvcc("hidden by NVTE_EP_HOST_FAULT")) } else { Ok(()) }
 }
 
 fn on_path(env: Lookup<'_>, program: &Path) -> Vec<PathBuf> {
@@ -254,6 +273,17 @@ fn find(
         problem: format!("{what} were not found for NCCL EP's run-time compiler ({tried})"),
         remedy: format!("{remedy}, or set {variable}"),
     })
+}
+
+/// What is wrong with the headers of the prefix that `NCCL_HOME` names, if something is.
+fn unfit_headers(home: &Path, running: i32) -> Option<String> {
+    let found = match header_version(&home.join("include")) {
+        Some(version) if version == running => return None,
+        Some(version) => format!("the headers of NCCL {}", version_text(version)),
+        None => "no include/nccl.h".into(),
+    };
+    let running = version_text(running);
+    Some(format!("{}={} has {found}, and NCCL {running} is running", NCCL_HOME.name, home.display()))
 }
 
 /// NCCL_VERSION_CODE of the nccl.h in `folder`.
@@ -572,6 +602,18 @@ mod tests {
         assert!(text.contains("NCCL EP's device headers were not found"), "{text}");
         assert!(text.contains("../nccl_ep.h is not in"), "{text}");
         assert!(text.contains("or set NCCL_EP_JIT_SOURCE_DIR"), "{text}");
+    }
+
+    #[test]
+    fn an_unfit_nccl_home_is_named() {
+        let installation = Installation::new("home");
+        let home = installation.root.join("nccl");
+        assert_eq!(unfit_headers(&home, 23007), None);
+        let text = unfit_headers(&home, 23203).unwrap();
+        let named = format!("NCCL_HOME={} has ", home.display());
+        assert_eq!(text, named + "the headers of NCCL 2.30.7, and NCCL 2.32.3 is running");
+        let text = unfit_headers(Path::new("/nowhere"), 23007).unwrap();
+        assert_eq!(text, "NCCL_HOME=/nowhere has no include/nccl.h, and NCCL 2.30.7 is running");
     }
 
     #[test]

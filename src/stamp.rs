@@ -1,5 +1,5 @@
 //! What a piece of handle memory holds, written into its first bytes by every prepare, so that memory whose bytes a
-//! framework moved, or whose handle was given up, still tells the layer, the token count and the index width.
+//! framework moved, or whose handle was given up, still tells the layer, the token count and the index type.
 #![forbid(unsafe_code)]
 
 use crate::config::{LayerConfig, MAX_TOP_K, SlabAlignment};
@@ -13,6 +13,10 @@ pub(crate) const STAMP_BYTES: usize = 256;
 /// Where the stamp's bytes hold the step's total: the rows that this rank receives, padding included and before any drop,
 /// as one int64 that prepare's kernels write.
 pub(crate) const TOTAL_OFFSET: usize = 8;
+/// Where it holds the number of the step's indices that are no expert, as one uint32.
+pub(crate) const NOT_EXPERTS_OFFSET: usize = 16;
+/// The bytes of both, which are zero when a prepare starts.
+pub(crate) const COUNTERS: std::ops::Range<usize> = TOTAL_OFFSET..20;
 
 /// The two words of a stamp: a packed description with a check of everything, and the token count.
 ///

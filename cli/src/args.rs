@@ -16,6 +16,21 @@ pub struct Cli {
 /// The subcommands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    #[command(flatten)]
+    Job(Job),
+    /// Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU.
+    ///
+    /// Each rank finds its place in the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+    /// MASTER_PORT) and of Open MPI (OMPI_COMM_WORLD_RANK and so on), and in NVTE_EP_LAUNCH_DIRECTORY a directory of the run's
+    /// own. Its lines are printed with its rank before them. Signals are passed on. When a rank fails, the others have
+    /// a grace time to end by themselves; the exit code is that of the first one that failed, 128 + the signal that
+    /// ended it, or 124 where the time was up.
+    Launch(LaunchArgs),
+}
+
+/// The subcommands whose ranks are the command itself.
+#[derive(Debug, Subcommand)]
+pub enum Job {
     /// Run a mixture-of-experts layer, forward and backward, and check every output against a reference.
     ///
     /// Starts its own ranks; under mpirun, torchrun (--no-python) or srun it is one of theirs. The routing is skewed
@@ -29,6 +44,40 @@ pub enum Command {
     /// what the driver says was allocated by making the group and running steps, beside what the library predicts; not
     /// measured on the host runtime. Exit codes as of run.
     Bench(BenchArgs),
+}
+
+/// The runtime of a program that is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum LaunchRuntime {
+    /// The host runtime, in place of the CUDA and NCCL libraries too that the program is linked to.
+    Host,
+    /// The machine's own CUDA and NCCL.
+    Cuda,
+}
+
+fn ranks(text: &str) -> Result<usize, String> {
+    let ranks = text.parse().ok().filter(|ranks| (1..=1024).contains(ranks));
+    ranks.ok_or_else(|| "the number of ranks must be 1 to 1024".to_owned())
+}
+
+/// The arguments of `launch`.
+#[derive(Debug, Clone, Args)]
+pub struct LaunchArgs {
+    /// Ranks to start.
+    #[arg(short = 'n', long, value_name = "N", value_parser = ranks, default_value_t = DEFAULT_RANKS)]
+    pub ranks: usize,
+    /// Where the program runs.
+    #[arg(long, value_enum, default_value_t = LaunchRuntime::Host)]
+    pub runtime: LaunchRuntime,
+    /// Seconds that the other ranks have when one has failed, or a signal has come, before they are ended.
+    #[arg(long, value_name = "S", default_value_t = 5, value_parser = clap::value_parser!(u64).range(..=MOST_SECONDS))]
+    pub grace: u64,
+    /// Seconds after which all ranks are ended.
+    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=MOST_SECONDS))]
+    pub timeout: Option<u64>,
+    /// The program and its arguments.
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
+    pub program: Vec<std::ffi::OsString>,
 }
 
 /// Which runtime the run asks for.
@@ -129,7 +178,7 @@ pub struct BenchArgs {
     pub transfer: TransferArg,
 }
 
-impl Command {
+impl Job {
     /// Its name on the command line.
     pub const fn name(&self) -> &'static str {
         match self {
@@ -246,9 +295,16 @@ mod tests {
     use super::*;
     use clap::CommandFactory;
 
-    fn parse(extra: &[&str]) -> Command {
-        let all = ["nvte-ep", "run"].iter().chain(extra);
-        Cli::try_parse_from(all).unwrap().command
+    fn job(subcommand: &str, extra: &[&str]) -> Job {
+        let all = ["nvte-ep", subcommand].into_iter().chain(extra.iter().copied());
+        match Cli::try_parse_from(all).unwrap().command {
+            Command::Job(job) => job,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn parse(extra: &[&str]) -> Job {
+        job("run", extra)
     }
 
     #[test]
@@ -285,10 +341,7 @@ mod tests {
 
     #[test]
     fn bench_has_rules_of_its_own() {
-        let bench = |extra: &[&str]| {
-            let all = ["nvte-ep", "bench"].iter().chain(extra);
-            Cli::try_parse_from(all).unwrap().command.problem(4)
-        };
+        let bench = |extra: &[&str]| job("bench", extra).problem(4);
         assert_eq!(bench(&[]).unwrap().steps, 20);
         let text = "--hidden must be a multiple of 512 (MXFP8 scale rows), got 1032";
         assert_eq!(bench(&["--hidden", "1032"]).unwrap_err(), text);

@@ -1,7 +1,8 @@
 //! The `nvte-ep` command.
 //!
 //! `run` takes a mixture-of-experts layer through libnvte_ep.so on several ranks and checks every output; `bench` times
-//! staged against zero-copy groups. [`args`]: the command line. [`runtime`]: CUDA or host. [`launch`], [`rendezvous`]: the ranks. [`library`],
+//! staged against zero-copy groups; `launch`, [`program`], starts any program on several ranks.
+//! [`args`]: the command line. [`runtime`]: CUDA or host. [`launch`], [`rendezvous`]: the ranks. [`library`],
 //! [`device`]: what they call. [`session`]: a rank's libraries and communicator. [`step`], [`mod@bench`]: what
 //! a rank does. [`routing`]: its inputs. [`experts`]: the experts.
 //! [`mod@reference`], [`emulate`], [`compare`]: what should come out. [`report`], [`digest`]: what is printed.
@@ -17,6 +18,7 @@ mod experts;
 mod launch;
 mod library;
 mod parallel;
+mod program;
 mod progress;
 mod reference;
 mod rendezvous;
@@ -26,7 +28,7 @@ mod runtime;
 mod session;
 mod step;
 
-use args::{Cli, Command};
+use args::{Cli, Command, Job};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
 use element::Dtype;
@@ -83,7 +85,15 @@ fn main() -> ExitCode {
         runtime::probe_main();
         return ExitCode::SUCCESS;
     }
-    let command = Cli::parse().command;
+    let command = match Cli::parse().command {
+        Command::Job(job) => job,
+        Command::Launch(args) => {
+            return program::run(&args).unwrap_or_else(|error| {
+                eprintln!("nvte-ep launch: {error}");
+                ExitCode::FAILURE
+            });
+        }
+    };
     let outcome = match std::env::var(launch::TICKET_VARIABLE) {
         Ok(ticket) => started_rank(&command, &ticket),
         Err(_) => match launch::detect(|name| std::env::var(name).ok()) {
@@ -99,7 +109,7 @@ fn main() -> ExitCode {
 }
 
 /// Ends with a message in the manner of clap, exit code 2.
-fn refuse(command: &Command, error: &str) -> ! {
+fn refuse(command: &Job, error: &str) -> ! {
     let mut all = Cli::command();
     all.build();
     let named = all.find_subcommand_mut(command.name()).map(|named| named.error(ErrorKind::ValueValidation, error));
@@ -107,7 +117,7 @@ fn refuse(command: &Command, error: &str) -> ! {
 }
 
 /// The layer, the runtime and what it takes, or a refusal.
-fn prepare(command: &Command, ranks: usize) -> (Problem, Choice, Plan) {
+fn prepare(command: &Job, ranks: usize) -> (Problem, Choice, Plan) {
     let shared = command.shared();
     let problem = command.problem(ranks).unwrap_or_else(|error| refuse(command, &error));
     let variable = std::env::var("NVTE_EP_RUNTIME").ok();
@@ -126,7 +136,7 @@ fn variables(choice: &Choice, plan: &Plan) -> Vec<(String, String)> {
 }
 
 /// Starts ranks, waits for them and prints.
-fn parent(command: &Command) -> Outcome<ExitCode> {
+fn parent(command: &Job) -> Outcome<ExitCode> {
     let shared = command.shared();
     let ranks = shared.ranks.unwrap_or(args::DEFAULT_RANKS);
     let (problem, choice, plan) = prepare(command, ranks);
@@ -157,16 +167,10 @@ fn announce(choice: &Choice, plan: &Plan) {
 }
 
 /// Prints the result; success if everything passed.
-fn print(
-    command: &Command,
-    problem: Problem,
-    choice: &Choice,
-    plan: &Plan,
-    ranks: Vec<RankReport>,
-) -> Outcome<ExitCode> {
+fn print(command: &Job, problem: Problem, choice: &Choice, plan: &Plan, ranks: Vec<RankReport>) -> Outcome<ExitCode> {
     let (fine, dtype): (&dyn Fn(&RankReport) -> bool, _) = match command {
-        Command::Run(args) => (&|rank| rank.wrong() == 0 && rank.steps.len() == problem.steps, args.dtype),
-        Command::Bench(args) => (&|rank| bench::same(rank, args.transfer), Dtype::Bf16),
+        Job::Run(args) => (&|rank| rank.wrong() == 0 && rank.steps.len() == problem.steps, args.dtype),
+        Job::Bench(args) => (&|rank| bench::same(rank, args.transfer), Dtype::Bf16),
     };
     let passed = ranks.len() == problem.ranks && ranks.iter().all(|rank| rank.error.is_none() && fine(rank));
     let report = RunReport {
@@ -182,8 +186,8 @@ fn print(
     let json = command.shared().json;
     let mut text = match command {
         _ if json => serde_json::to_string_pretty(&report)?,
-        Command::Run(_) => report.text(),
-        Command::Bench(_) => report.bench_text(),
+        Job::Run(_) => report.text(),
+        Job::Bench(_) => report.bench_text(),
     };
     if json {
         text.push('\n');
@@ -193,7 +197,7 @@ fn print(
 }
 
 /// A rank that [`parent`] started: leaves its report and prints nothing but errors.
-fn started_rank(command: &Command, ticket: &str) -> Outcome<ExitCode> {
+fn started_rank(command: &Job, ticket: &str) -> Outcome<ExitCode> {
     let ticket: Ticket = serde_json::from_str(ticket)?;
     let problem = command.problem(ticket.size)?;
     let progress = match ticket.rank {
@@ -208,7 +212,7 @@ fn started_rank(command: &Command, ticket: &str) -> Outcome<ExitCode> {
 }
 
 /// A rank that an external launcher started; rank 0 prints for all.
-fn launched_rank(command: &Command, place: &Place) -> Outcome<ExitCode> {
+fn launched_rank(command: &Job, place: &Place) -> Outcome<ExitCode> {
     if command.shared().ranks.is_some_and(|ranks| ranks != place.size) {
         refuse(
             command,
@@ -248,7 +252,7 @@ fn launched_rank(command: &Command, place: &Place) -> Outcome<ExitCode> {
 
 /// What every rank does, whoever started it.
 struct Rank<'a> {
-    command: &'a Command,
+    command: &'a Job,
     problem: &'a Problem,
     rank: usize,
     local_rank: usize,
@@ -270,8 +274,8 @@ impl Rank<'_> {
         };
         let mut report = RankReport { rank: self.rank, ..RankReport::default() };
         let outcome = match self.command {
-            Command::Bench(args) => bench::run(&setup, args.transfer, meeting, progress, &mut report),
-            Command::Run(args) => match args.dtype {
+            Job::Bench(args) => bench::run(&setup, args.transfer, meeting, progress, &mut report),
+            Job::Run(args) => match args.dtype {
                 Dtype::Bf16 => step::run::<bf16>(&setup, args.digest, meeting, progress, &mut report),
                 Dtype::F16 => step::run::<f16>(&setup, args.digest, meeting, progress, &mut report),
                 Dtype::F32 => step::run::<f32>(&setup, args.digest, meeting, progress, &mut report),

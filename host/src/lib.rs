@@ -12,6 +12,8 @@
 //! | [`comm`], [`dtype`] | communicators, windows, collectives; element types |
 //! | [`ep`] | EP groups, handles, routing, dispatch and combine |
 //! | [`fault`], [`errors`], [`stats`] | errors, their names, counters |
+//! | [`inject`] | faults that a test asks for |
+//! | [`kernels`] | the kernels that can be launched |
 //!
 //! Ranks are processes of one machine, or threads of one process with a device each
 //! (see [`device::DEVICES_VARIABLE`]).
@@ -29,6 +31,8 @@ pub mod ep;
 pub mod errors;
 pub mod fault;
 pub mod graph;
+pub mod inject;
+pub mod kernels;
 pub mod memory;
 pub mod stats;
 pub mod stream;

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The built libraries: exported symbols, SONAME, NEEDED; and the headers against real CUDA and NCCL ones.
+# The built libraries: exported symbols, SONAME, NEEDED, ABI, oldest glibc; and the headers against real CUDA and NCCL ones.
 . "$(dirname "$0")/../common.sh"
+. packaging/floor.sh
 check "release build" cargo build --release --locked
 lib=$TARGET/release
 
@@ -29,7 +30,20 @@ check "libnvte_ep_preload.so" dynamic libnvte_ep_preload.so libnvte_ep_preload.s
 small() { local bytes; bytes=$(stat -L -c %s "$lib/$1"); echo "$1: $bytes bytes"; [ "$bytes" -lt 3000000 ]; }
 for library in libnvte_ep.so libnvte_ep_stub.so libnvte_ep_host.so libtransformer_engine.so libnvte_ep_preload.so; do check "size of $library" small "$library"; done
 
-# Headers alone, then after the real ones.
+check "ABI of the last release" qa/L0_abi/describe.sh --check
+
+# As releases are built; of all libraries by packaging/dist.sh. A symbol newer than the floor does not even link.
+floor_build() { floor=$(packaging/build.sh x86_64-unknown-linux-gnu -p nvte-ep-register-layer -p nvte-ep-host); }
+check "release build for glibc $GLIBC_FLOOR" floor_build
+no_folders() { ! strings -a "$floor/$1" | grep -F -e "$ROOT/" -e "${CARGO_HOME:-$HOME/.cargo}/" | grep .; }
+for library in libnvte_ep.so libnvte_ep_host.so; do
+  check "$library needs no newer runtime" within_floor "$floor/$library"
+  check "$library names no folder of this machine" no_folders "$library"
+done
+too_new() { local text; ! text=$(GLIBC_FLOOR=2.27 within_floor "$floor/libnvte_ep.so") && grep "GLIBC_2.28 is newer than GLIBC_2.27" <<<"$text"; }
+check "and a newer symbol is noticed" too_new
+
+# The headers after the real ones; L1_install compiles each alone.
 wheels=$("$ROOT/qa/wheels.sh")
 real="-isystem $wheels/nvidia/cu13/include -isystem $wheels/nvidia/cu13/include/cccl -isystem $wheels/nvidia/nccl/include"
 # shellcheck disable=SC2086
@@ -40,11 +54,10 @@ compiles() {
 for compiler in "gcc -std=c11 -x c" "g++ -std=c++17 -x c++" "clang -std=c11 -x c" "clang++ -std=c++17 -x c++"; do
   for folder in nvte_ep nvte_ep/te; do
     for header in transformer_engine/ep.h transformer_engine/comm_window.h transformer_engine/transformer_engine.h nvte_ep_ext.h; do
-      check "$folder/$header alone, $compiler" compiles "$compiler" -pedantic $folder "$header" "$header"
-      check "$folder/$header after CUDA and NCCL, $compiler" compiles "$compiler" "$real" $folder cuda_runtime_api.h nccl.h "$header"
+      check "$folder/$header after CUDA and NCCL, $compiler" compiles "$compiler" "$real" $folder cuda_runtime_api.h nccl.h $header
     done
   done
-  check "the host runtime's headers, $compiler" compiles "$compiler" "-pedantic -I$ROOT/include/nvte_ep_host" nvte_ep \
+  check "the host runtime's headers before ours, $compiler" compiles "$compiler" "-pedantic -I$ROOT/include/nvte_ep_host" nvte_ep \
     cuda_runtime_api.h nccl.h nvte_ep_host.h transformer_engine/ep.h
 done
 

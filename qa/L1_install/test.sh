@@ -1,45 +1,175 @@
 #!/usr/bin/env bash
-# The installed tree, moved after its installation: consumers by find_package and pkg-config, the command, the stub.
+# What is built, installed and moved: consumers of every kind, with every compiler and standard; the Debian package; the
+# command; the options of the build; what it weighs beside TransformerEngine's library.
 . "$(dirname "$0")/../common.sh"
 work=$TARGET/install; rm -rf "$work"; mkdir -p "$work"
-check "release build" cargo build --release --locked
-install_tree() {
-  cmake -S "$ROOT" -B "$work/build-$1" -G Ninja -DNVTE_EP_BUILD_TESTS=OFF -DNVTE_EP_LIBRARY_DIR="$TARGET/release" "${@:2}" >"$work/log" 2>&1 \
-    && DESTDIR="$work/stage" cmake --install "$work/build-$1" --prefix /opt/nvte >>"$work/log" 2>&1 \
-    && mv "$work/stage/opt/nvte" "$work/$1" || { cat "$work/log"; return 1; }
+export NVTE_EP_RUNTIME=host
+# quietly COMMAND...: its output only where it fails.
+quietly() { "$@" >"$work/log" 2>&1 || { cat "$work/log"; return 1; }; }
+
+# ---- the build ----
+
+# By CMake into target/; or, with NVTE_EP_RELEASED, the folder of a release build, which packaging/dist.sh gives.
+built=${NVTE_EP_RELEASED:-$TARGET/release}
+build() { quietly cmake -S "$ROOT" -B "$work/build" -DNVTE_EP_BUILD_TESTS=OFF && quietly cmake --build "$work/build" -j2; }
+[ -n "${NVTE_EP_RELEASED:-}" ] || check "release build, by CMake" build
+
+# The jobs that cargo is asked for, seen by a cargo that writes down its arguments.
+mkdir -p "$work/jobs"; printf '#!/bin/sh\necho "$@" >"%s/jobs/arguments"\n' "$work" >"$work/jobs/cargo"; chmod +x "$work/jobs/cargo"
+jobs_are() {
+  local wanted=$1; shift
+  env -u MAX_JOBS -u CMAKE_BUILD_PARALLEL_LEVEL -u MAKEFLAGS "$@" cmake -D CARGO="$work/jobs/cargo" -D PROFILE=release \
+    -D TARGET_DIR="$work/jobs" -D TARGET= -D "PACKAGES=a;b" -P cmake/cargo_build.cmake || return 1
+  [ "$(cat "$work/jobs/arguments")" = "build --quiet --locked --profile release${wanted:+ $wanted} -p a -p b" ] || { cat "$work/jobs/arguments"; return 1; }
 }
-check "install, with DESTDIR, then move" install_tree full
-lib=$work/full/lib; [ -d "$lib" ] || lib=$(dirname "$(find "$work/full" -name libnvte_ep.so.1)")
+check "no number of jobs" jobs_are ""
+check "MAX_JOBS=0 is no number" jobs_are "" MAX_JOBS=0
+check "MAX_JOBS" jobs_are "-j 3" MAX_JOBS=3 CMAKE_BUILD_PARALLEL_LEVEL=5
+check "CMAKE_BUILD_PARALLEL_LEVEL" jobs_are "-j 5" CMAKE_BUILD_PARALLEL_LEVEL=5
+check "make -j" jobs_are "-j 2" MAKEFLAGS=" -j2 --jobserver-auth=3,4"
+bad_jobs() { ! jobs_are "" MAX_JOBS=many 2>"$work/log" && grep 'MAX_JOBS takes a number of jobs, got "many"' "$work/log"; }
+check "MAX_JOBS=many is refused" bad_jobs
+check "NVTE_EP_WITH_NCCL_EP and NVTE_CUDA_ARCHS" cmake -D WORK="$work" -P qa/L1_install/archs.cmake
+
+# ---- the installed tree ----
+
+# configure NAME OPTION...; place NAME [OPTION...]: the tree NAME, installed with DESTDIR and moved.
+configure() {
+  quietly cmake -S "$ROOT" -B "$work/build-$1" -G Ninja -DNVTE_EP_BUILD_TESTS=OFF -DNVTE_EP_LIBRARY_DIR="$built" "${@:2}"
+}
+place() {
+  quietly env DESTDIR="$work/stage" cmake --install "$work/build-$1" --prefix /opt/nvte "${@:3}" && mv "$work/stage/opt/nvte" "$work/$2"
+}
+tree() { configure "$1" "${@:2}" && place "$1" "$1"; }
+check "install, with DESTDIR, then move" tree full
+lib=$(dirname "$(find "$work/full" -name libnvte_ep.so.1)")
 nothing_named() { ! grep -rIl -e "$work/stage" -e "$ROOT" -e /opt/nvte "$work/full"; }
 check "nothing names the place of the build or the prefix" nothing_named
 dangling() { ! find "$work/full" -xtype l | grep .; }
 check "no link leads nowhere" dangling
-
-consumers() {
-  cmake -S tests_cpp/consumers -B "$work/consumers" -G Ninja -DCMAKE_CXX_COMPILER="$1" -DCMAKE_PREFIX_PATH="$work/full" --fresh >"$work/log" 2>&1 \
-    && cmake --build "$work/consumers" >>"$work/log" 2>&1 || { cat "$work/log"; return 1; }
-  for program in cpp_17 cpp_20 te c; do "$work/consumers/$program" || return 1; done
-}
-for compiler in g++ clang++; do check "find_package, $compiler" consumers "$compiler"; done
-with_pkg_config() {
-  # shellcheck disable=SC2046
-  g++ -std=c++17 -Wall -Wextra -Werror tests_cpp/consumers/consumer.cc -o "$work/by_pc" \
-    $(PKG_CONFIG_PATH=$lib/pkgconfig pkg-config --cflags --libs nvte_ep) && LD_LIBRARY_PATH=$lib "$work/by_pc" | grep register_layer
-}
-check "pkg-config" with_pkg_config
-command_runs() { env -u NVTE_EP_RUNTIME "$work/full/bin/nvte-ep" run --runtime host --ranks 2 --tokens 32 --hidden 64 | tail -1 | grep -x "all checks passed"; }
-check "the installed command" command_runs
-versions() {
-  local version
-  for version in 0.1 0.2; do
-    mkdir -p "$work/version-$version"
-    printf 'cmake_minimum_required(VERSION 3.18)\nproject(p NONE)\nfind_package(nvte_ep %s REQUIRED)\n' $version >"$work/version-$version/CMakeLists.txt"
+sonames() {
+  local file soname
+  find "$lib" -maxdepth 1 -name '*.so.[0-9]*' -type f | while read -r file; do
+    soname=$(readelf -d "$file" | sed -n 's/.*SONAME.*\[\(.*\)\]/\1/p')
+    [ "$soname" = "$(basename "$file")" ] && [ "$(readlink "${file%.[0-9]*}")" = "$soname" ] || { echo "$file: $soname"; return 1; }
   done
-  cmake -S "$work/version-0.1" -B "$work/version-0.1/build" -DCMAKE_PREFIX_PATH="$work/full" >/dev/null \
-    && ! cmake -S "$work/version-0.2" -B "$work/version-0.2/build" -DCMAKE_PREFIX_PATH="$work/full" >/dev/null 2>&1
 }
-check "version 0.1 is taken, 0.2 is not" versions
-check "install without NCCL EP" install_tree stub -DNVTE_EP_WITH_NCCL_EP=OFF
-stub_serves() { LD_LIBRARY_PATH=$(dirname "$(find "$work/stub" -name libnvte_ep.so.1)") "$work/by_pc" | grep stub; }
-check "and the stub serves the same program" stub_serves
+check "files have their SONAMEs, and links to them" sonames
+licences() { cmp LICENSE "$work"/full/share/doc/nvte-ep/LICENSE && grep -q '^parking_lot \|, parking_lot ' "$work"/full/share/doc/nvte-ep/THIRD_PARTY_LICENSES; }
+check "licences" licences
+
+# Every header, alone, in every standard and with both compilers.
+alone() {
+  local header root
+  for header in $(cd "$work/full/include" && find . -name '*.h'); do
+    root=${header%%/transformer_engine/*}; [ "$root" != "$header" ] || root=$(dirname "$header")
+    printf '#include "%s"\n' "${header#"$root"/}" | "$@" -Wall -Wextra -Werror -pedantic -I"$work/full/include/$root" -fsyntax-only - || return 1
+  done
+}
+for compiler in gcc clang; do check "every header alone, $compiler, C11" alone $compiler -std=c11 -x c; done
+for standard in 17 20; do
+  for compiler in g++ clang++; do check "every header alone, $compiler, C++$standard" alone $compiler -std=c++$standard -x c++; done
+done
+
+# ---- consumers ----
+
+# said WORDS COMMAND...: the command succeeds, and its output has the words.
+said() { local output; output=$(timeout 120 "${@:2}") || { echo "$output"; return 1; }; grep -F -e "$1" <<<"$output" || { echo "$output"; return 1; }; }
+te=$(qa/te_wheel.sh) && wheels=$(qa/wheels.sh) || check "wheels" false
+te_include="$te/include;$wheels/nvidia/cu13/include;$wheels/nvidia/cu13/include/cccl"
+ours=libnvte_ep\ ; theirs=libtransformer_engine\ ; stub='(stub of '
+consumers() {
+  quietly cmake -S tests_cpp/consumers -B "$work/consumers" -G Ninja -DCMAKE_C_COMPILER="$1" -DCMAKE_CXX_COMPILER="$2" \
+    -DCMAKE_PREFIX_PATH="$work/full" -DNVTE_EP_TE_INCLUDE="$te_include" --fresh && quietly cmake --build "$work/consumers"
+}
+for compilers in "gcc g++" "clang clang++"; do
+  # shellcheck disable=SC2086
+  check "find_package, $compilers" consumers $compilers
+  check "a step from C, $compilers" said "step exact" "$work/consumers/c"
+  for standard in 17 20; do
+    check "C++$standard, $compilers" said "$ours" "$work/consumers/cpp_$standard"
+    check "C++$standard, TransformerEngine's ABI, $compilers" said "$theirs" "$work/consumers/te_$standard"
+  done
+  check "TransformerEngine's headers and our library, $compilers" said "$theirs" "$work/consumers/te_headers"
+  check "dlopen, $compilers" said "$ours" "$work/consumers/loader" "$lib/libnvte_ep.so.1"
+done
+flags="-Wall -Wextra -Werror -pedantic"
+# by_pc PROGRAM COMPILE... -- PACKAGE...
+by_pc() {
+  local program=$1 compile=(); shift
+  while [ "$1" != -- ]; do compile+=("$1"); shift; done; shift
+  # shellcheck disable=SC2046,SC2086
+  "${compile[@]}" $flags -o "$work/$program" $(PKG_CONFIG_PATH=$lib/pkgconfig pkg-config --cflags --libs "$@")
+}
+check "pkg-config nvte_ep" by_pc by_pc g++ -std=c++17 tests_cpp/consumers/consumer.cc -- nvte_ep
+check "and it runs" said "$ours" env LD_LIBRARY_PATH="$lib" "$work/by_pc"
+check "pkg-config nvte_ep_te" by_pc by_pc_te clang++ -std=c++20 tests_cpp/consumers/consumer.cc -- nvte_ep_te
+check "and it runs" said "$theirs" env LD_LIBRARY_PATH="$lib/nvte_ep/te" "$work/by_pc_te"
+check "pkg-config nvte_ep nvte_ep_host" by_pc by_pc_c gcc -std=c11 tests_cpp/consumers/consumer.c -- nvte_ep nvte_ep_host
+check "and it runs" said "step exact" env LD_LIBRARY_PATH="$lib" "$work/by_pc_c"
+
+subproject() {
+  quietly cmake -S tests_cpp/consumers/subproject -B "$work/$1" -G Ninja -DNVTE_EP_SOURCE="$ROOT" "${@:2}" \
+    && quietly cmake --build "$work/$1" && said "$ours" "$work/$1/with_nvte_ep" && said "$stub" "$work/$1/with_stub" && said "$theirs" "$work/$1/with_transformer_engine"
+}
+check "add_subdirectory, and cargo" subproject subdirectory -DNVTE_EP_CARGO_PROFILE=dev -DNVTE_EP_CARGO_TARGET_DIR="$TARGET"
+check "FetchContent" subproject fetched -DFETCH=ON -DNVTE_EP_LIBRARY_DIR="$built"
+without() {
+  quietly cmake -S tests_cpp/consumers/subproject -B "$work/without" -G Ninja -DNVTE_EP_SOURCE="$ROOT" \
+    -DNVTE_EP_LIBRARY_DIR="$built" -DNVTE_CUDA_ARCHS="80;89" && grep "at most SM 89" "$work/log" \
+    && quietly cmake --build "$work/without" && said "$stub" "$work/without/with_nvte_ep"
+}
+check "inside a build for older GPUs it is the stub" without
+
+# ---- versions and components ----
+
+# finds EXPECTED ARGUMENTS...: whether find_package with the arguments succeeds in the tree in $prefix.
+finds() {
+  mkdir -p "$work/find"
+  printf 'cmake_minimum_required(VERSION 3.21)\nproject(p NONE)\nfind_package(nvte_ep %s)\n' "${*:2}" >"$work/find/CMakeLists.txt"
+  local found=no; cmake -S "$work/find" -B "$work/find/build" --fresh -DCMAKE_PREFIX_PATH="$prefix" >"$work/log" 2>&1 && found=yes
+  [ $found = "$1" ] || { cat "$work/log"; return 1; }
+}
+prefix=$work/full
+check "version 0.1 is taken" finds yes 0.1 REQUIRED
+check "version 0.2 is not" finds no 0.2 REQUIRED
+check "all components are there" finds yes REQUIRED COMPONENTS nvte_ep transformer_engine host
+check "a component that does not exist is not" finds no REQUIRED COMPONENTS nvte_ep device
+check "install without NCCL EP and TransformerEngine's library" tree stub -DNVTE_EP_WITH_NCCL_EP=OFF -DNVTE_EP_INSTALL_TE_LIBRARY=OFF
+prefix=$work/stub
+check "which is missed where it is required" finds no REQUIRED COMPONENTS transformer_engine
+check "and nowhere else" finds yes REQUIRED COMPONENTS nvte_ep OPTIONAL_COMPONENTS transformer_engine
+stub_lib=$(dirname "$(find "$work/stub" -name libnvte_ep.so.1)")
+check "linked to the full library, runs with the stub" said "$stub" env LD_LIBRARY_PATH="$stub_lib" "$work/by_pc"
+check "linked to the stub" g++ -std=c++17 tests_cpp/consumers/consumer.cc -o "$work/by_stub" -I"$work/stub/include/nvte_ep" -L"$stub_lib" -lnvte_ep
+check "runs with the full library" said "$ours" env LD_LIBRARY_PATH="$lib" "$work/by_stub"
+check "the component host alone" place full host --component host
+only_host() { diff <(cd "$work/host" && find . -not -type d | sort) <(cd "$work/full" && find . -not -type d -path '*host*' -not -path './share/doc/*' | sort); }
+check "has all of the host runtime and nothing else" only_host
+
+command_runs() { timeout 120 env -u NVTE_EP_RUNTIME "$work/full/bin/nvte-ep" run --runtime host --ranks 2 --tokens 32 --hidden 64 | tail -1 | grep -x "all checks passed"; }
+check "the installed command" command_runs
+# shellcheck disable=SC2016
+command_launches() { timeout 60 "$work/full/bin/nvte-ep" launch -n 2 -- sh -c 'test -e "${LD_LIBRARY_PATH%%:*}/libnccl.so.2" && test "$WORLD_SIZE" = 2'; }
+check "the installed command launches programs" command_launches
+
+# ---- the Debian package, in a copy of this machine that is gone afterwards ----
+
+check "configure for Debian" configure deb -DCMAKE_INSTALL_PREFIX=/usr
+check "Debian package" quietly cpack -G DEB -B "$work/deb" --config "$work/build-deb/CPackConfig.cmake"
+if unshare -m qa/L1_install/debian.sh "$work/copy" 2>/dev/null; then
+  check "installs, serves consumers, and is removed without a rest" timeout 300 unshare -m qa/L1_install/debian.sh "$work/copy" "$work"/deb/nvte-ep_*.deb
+else
+  echo "skipped: installing the Debian package takes root, and a kernel that mounts overlays"
+fi
+
+# ---- what it weighs ----
+
+weight() {
+  local kib; kib=$(du -sk --apparent-size "$work/full" | cut -f1)
+  echo "installed: $((kib * 1024)) bytes, of which libnvte_ep.so.1 $(stat -c %s "$lib/libnvte_ep.so.1")"
+  cat "$te/size.txt"
+  [ "$kib" -lt 12000 ]
+}
+check "size beside TransformerEngine's" weight
 finish

@@ -4,6 +4,7 @@
 mod agreement;
 mod nccl_ep;
 mod symm;
+mod topk_idx;
 
 pub use nccl_ep::Communicator;
 
@@ -16,7 +17,7 @@ use crate::memory::GroupMemory;
 use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Payloads, Prepare, Prepared};
 use crate::options::Options;
 use crate::preflight::{self, GroupVariables, Place};
-use crate::stamp::{STAMP_BYTES, Stamp, TOTAL_OFFSET};
+use crate::stamp::{COUNTERS, NOT_EXPERTS_OFFSET, STAMP_BYTES, Stamp, TOTAL_OFFSET};
 use crate::symm_pool::{self, PoolStatistics};
 use crate::sys::cuda::Stream;
 use crate::sys::nccl::CommFacts;
@@ -26,10 +27,12 @@ use agreement::{Kind, Meeting, Statement};
 use nvte_ep_bindings as b;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, HashMap};
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use symm::Symm;
+use topk_idx::IndexCopier;
 
 type Slot = Arc<Mutex<Option<Backend>>>;
 
@@ -55,17 +58,23 @@ pub enum LayerClaim {
     Given(LayerConfig),
 }
 
-/// A layer, resolved. Its handle memory is a stamp of [`STAMP_BYTES`], then NCCL EP's part.
+/// A layer, resolved. Its handle memory is a stamp of [`STAMP_BYTES`], NCCL EP's part, and the copy of the indices.
 #[derive(Debug, Clone, Copy)]
 struct Layer {
     config: LayerConfig,
     /// Bytes that NCCL EP needs.
     nccl_bytes: usize,
+    /// Bytes of the indices of as many tokens as a rank may have.
+    index_bytes: usize,
 }
 
 impl Layer {
+    const fn index_offset(&self) -> usize {
+        STAMP_BYTES + self.nccl_bytes.next_multiple_of(256)
+    }
+
     const fn mem_bytes(&self) -> usize {
-        STAMP_BYTES + self.nccl_bytes
+        self.index_offset() + self.index_bytes
     }
 }
 
@@ -75,6 +84,8 @@ struct Backend {
     env: Env,
     config: GroupConfig,
     group: nccl_ep::Group,
+    /// Dropped by [`Backend::destroy`] alone, and only where CUDA may still be called.
+    index_copier: ManuallyDrop<IndexCopier>,
     meeting: Meeting,
     symm: Symm,
     layers: HashMap<u64, Layer>,
@@ -96,6 +107,8 @@ pub struct RecvTotals {
     pub received: u64,
     /// Rows of those that are dropped.
     pub dropped: u64,
+    /// This rank's indices that were no expert, and routed nowhere.
+    pub not_experts: u64,
 }
 
 /// Device memory of a group, of this rank, in bytes.
@@ -495,10 +508,10 @@ impl EpGroup {
     pub fn memory_usage(&self) -> Result<MemoryUsage> {
         let mut locked = self.lock()?;
         let backend = locked.backend();
-        let open: Vec<u32> = backend.handles.layers().map(|layer| layer.top_k).collect();
+        let open: Vec<LayerConfig> = backend.handles.layers().collect();
         let mut handles = 0;
-        for top_k in &open {
-            handles += (STAMP_BYTES + backend.nccl_bytes(*top_k)?) as u64;
+        for layer in &open {
+            handles += backend.layer_of(*layer)?.mem_bytes() as u64;
         }
         Ok(MemoryUsage {
             group: GroupMemory::of(&backend.config),
@@ -542,16 +555,17 @@ impl Backend {
             },
             sm_count: facts.sm_count as u32,
         };
-        let ready = || -> Result<&'static NcclEpLibrary> {
+        let ready = || -> Result<(&'static NcclEpLibrary, IndexCopier)> {
             preflight::device(device, &facts)?;
             preflight::nccl_version(nccl)?;
             let library = sys::nccl_ep(base, &env)?;
             preflight::separate_sms(&config, options, library)?;
-            if base.runtime == RuntimeKind::Cuda {
-                preflight::jit(base, library, nccl)?.export();
+            match base.runtime {
+                RuntimeKind::Cuda => preflight::jit(base, library, nccl)?.export(),
+                RuntimeKind::Host => preflight::host_compiler(library)?,
             }
             tracing::info!(target: "nvte_ep", path = ?library.path, version = library.functions.version()?, "NCCL EP");
-            Ok(library)
+            Ok((library, IndexCopier::load(&base.cuda)?))
         };
         // A rank that cannot go on says so to all of them, rather than leave them waiting for it.
         let ready = ready();
@@ -579,8 +593,8 @@ impl Backend {
                 // SAFETY: the caller vouches for `comm`.
                 unsafe { meeting.confirm(env.timeout) }.map(|()| sms)
             });
-        let (library, sms) = match (ready, agreed) {
-            (Ok(library), Ok(sms)) => (library, sms),
+        let (library, index_copier, sms) = match (ready, agreed) {
+            (Ok((library, index_copier)), Ok(sms)) => (library, index_copier, sms),
             (_, Err(error @ Error::TimeOut { .. })) => return Err(error),
             (ready, agreed) => {
                 meeting.close_after_failure();
@@ -617,6 +631,7 @@ impl Backend {
             env,
             config,
             group,
+            index_copier: ManuallyDrop::new(index_copier),
             meeting,
             layers: HashMap::new(),
             nccl_bytes: HashMap::new(),
@@ -654,7 +669,8 @@ impl Backend {
     /// A layer that fits the group, and what its handle memory has to hold.
     fn layer_of(&mut self, config: LayerConfig) -> Result<Layer> {
         config.check_against(&self.config)?;
-        Ok(Layer { config, nccl_bytes: self.nccl_bytes(config.top_k)? })
+        let index_bytes = DType::Int64.bytes(self.config.max_tokens_per_rank as usize * config.top_k as usize);
+        Ok(Layer { config, nccl_bytes: self.nccl_bytes(config.top_k)?, index_bytes })
     }
 
     fn registered_layer(&self, id: u64) -> Result<Layer> {
@@ -862,8 +878,8 @@ impl Backend {
         }
         // SAFETY: passed on; the stream does not capture.
         let words = unsafe { self.base.cuda.read_words(mem.data, stream) }.map_err(|error| self.explain(error))?;
-        const { assert!(TOTAL_OFFSET == 2 * size_of::<u32>()) };
-        let [first, second, low, high] = words;
+        const { assert!(TOTAL_OFFSET == 2 * size_of::<u32>() && NOT_EXPERTS_OFFSET == 4 * size_of::<u32>()) };
+        let [first, second, low, high, not_experts] = words;
         if Stamp([first, second]).read(self.epoch).is_none() {
             let name = mem.name;
             return Err(Error::State(format!("{name} holds no routing of this group: call nvte_ep_prepare first")));
@@ -875,7 +891,7 @@ impl Backend {
             RecvCapacity::Fixed(rows) => needed.min(rows.into()),
             RecvCapacity::Eager => needed,
         };
-        Ok(RecvTotals { needed, received, dropped: needed - received })
+        Ok(RecvTotals { needed, received, dropped: needed - received, not_experts: not_experts.into() })
     }
 
     /// Exchanges the routing, once `prepared` came out of its checks.
@@ -897,19 +913,23 @@ impl Backend {
         self.handle(handle, layer, None)?;
         // A failed exchange leaves no routing that could be replayed.
         let entry = self.handles.start_prepare(handle.key).expect("built just now");
+        let (memory, total, cuda) = (handle.mem.data, total_of(&handle.mem, call), &self.base.cuda);
+        let (copied, not_experts) = (memory + layer.index_offset() as u64, memory + NOT_EXPERTS_OFFSET as u64);
         // Of the total's two words the kernels write as many as its dtype has.
-        let (total, cuda) = (total_of(&handle.mem, call), &self.base.cuda);
-        // SAFETY: the handle memory starts with room for the stamp and its total.
-        unsafe { cuda.write_words(total.data, &[0; 2], stream) }?;
-        // SAFETY: the caller vouches for tensors and stream.
-        unsafe { self.group.update(&entry.handle, call, &total, stream) }?;
+        // SAFETY: the handle memory starts with room for the stamp and its counters.
+        unsafe { cuda.zero(memory + COUNTERS.start as u64, COUNTERS.len(), stream) }?;
+        let experts = self.config.num_experts;
+        // SAFETY: the caller vouches for tensors and stream; the handle memory ends with room for the copy.
+        let topk_idx = unsafe { self.index_copier.copy(&call.topk_idx, copied, not_experts, experts, stream) }?;
+        // SAFETY: as above.
+        unsafe { self.group.update(&entry.handle, &Prepare { topk_idx, ..*call }, &total, stream) }?;
         if let Some(wanted) = &call.total {
             // SAFETY: the caller vouches for its total, which has the dtype of ours.
             unsafe { cuda.copy(wanted.data, total.data, wanted.dtype.bytes(1), stream) }?;
         }
         let Stamp(words) = Stamp::new(&layer.config, prepared, self.epoch);
         // SAFETY: the handle memory starts with room for the stamp.
-        unsafe { self.base.cuda.write_words(handle.mem.data, &words, stream) }?;
+        unsafe { self.base.cuda.write_words(memory, &words, stream) }?;
         entry.prepared = Some(prepared);
         Ok(())
     }
@@ -924,12 +944,6 @@ impl Backend {
     ) -> Result<(&nccl_ep::Group, &mut Entry<nccl_ep::Handle>)> {
         let lookup = self.handles.lookup(handle.key, handle.mem.data, &layer.config)?;
         if lookup != Lookup::Ready {
-            if replay.is_some_and(|prepared| prepared.index_dtype == DType::Int32) {
-                // NCCL EP re-opens memory as if its indices were int64 (nccl_ep 0.1.0).
-                let required = "must stay in place, and in use, after an int32 prepare";
-                return Err(Error::argument(handle.mem.name, required, "memory that has to be opened again")
-                    .with_remedy("prepare again over the new memory, or pass int64 topk_idx"));
-            }
             let memory = handle.mem.bytes(STAMP_BYTES, layer.nccl_bytes);
             // SAFETY: the memory is the caller's, of the size that was checked, for as long as the handle is used.
             let built = unsafe { self.group.init_handle(&layer.config, &memory) }?;
@@ -973,7 +987,8 @@ impl Backend {
             tracing::warn!(target: "nvte_ep", device, "{text}");
             return vec![text];
         }
-        let Self { group, meeting, handles, symm, .. } = self;
+        let Self { group, index_copier, meeting, handles, symm, .. } = self;
+        drop(ManuallyDrop::into_inner(index_copier));
         let mut ended = handles.into_handles().map(|handle| group.destroy_handle(handle)).collect::<Vec<_>>();
         ended.push(group.destroy());
         ended.extend(symm.destroy());

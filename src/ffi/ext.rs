@@ -27,6 +27,8 @@ pub struct NVTEEpExtRecvTotals {
     pub received: u64,
     /// Rows of those that are dropped; 0 unless the group drops.
     pub dropped: u64,
+    /// Indices of this rank's topk_idx that are num_experts or more: they name no expert, and routed nowhere.
+    pub not_experts: u64,
 }
 
 /// Device memory of this rank that a group takes, in bytes unless said otherwise. docs/memory.md has the formulas.
@@ -65,7 +67,7 @@ pub struct NVTEEpExtMemoryUsage {
 
 // SAFETY: repr(C), integers, the size first.
 unsafe impl Versioned for NVTEEpExtRecvTotals {
-    const BASE_SIZE: usize = 32;
+    const BASE_SIZE: usize = 40;
 }
 
 // SAFETY: repr(C), integers, the size first.
@@ -74,13 +76,13 @@ unsafe impl Versioned for NVTEEpExtMemoryUsage {
 }
 
 const _: () = {
-    assert!(size_of::<NVTEEpExtRecvTotals>() == 32);
+    assert!(size_of::<NVTEEpExtRecvTotals>() == 40);
     assert!(size_of::<NVTEEpExtMemoryUsage>() == 112);
 };
 
 impl Default for NVTEEpExtRecvTotals {
     fn default() -> Self {
-        Self { struct_size: size_of::<Self>(), needed: 0, received: 0, dropped: 0 }
+        Self { struct_size: size_of::<Self>(), needed: 0, received: 0, dropped: 0, not_experts: 0 }
     }
 }
 
@@ -107,8 +109,8 @@ impl Default for NVTEEpExtMemoryUsage {
 
 impl From<RecvTotals> for NVTEEpExtRecvTotals {
     fn from(totals: RecvTotals) -> Self {
-        let RecvTotals { needed, received, dropped } = totals;
-        Self { struct_size: size_of::<Self>(), needed, received, dropped }
+        let RecvTotals { needed, received, dropped, not_experts } = totals;
+        Self { struct_size: size_of::<Self>(), needed, received, dropped, not_experts }
     }
 }
 

@@ -39,6 +39,22 @@ fn_table! {
         cuMemcpyHtoDAsync_v2: fn(b::CUdeviceptr, *const c_void, usize, b::CUstream) -> b::CUresult;
         cuMemcpyAsync: fn(b::CUdeviceptr, b::CUdeviceptr, usize, b::CUstream) -> b::CUresult;
         cuMemcpyDtoHAsync_v2: fn(*mut c_void, b::CUdeviceptr, usize, b::CUstream) -> b::CUresult;
+        cuModuleLoadData: fn(*mut b::CUmodule, *const c_void) -> b::CUresult;
+        cuModuleUnload: fn(b::CUmodule) -> b::CUresult;
+        cuModuleGetFunction: fn(*mut b::CUfunction, b::CUmodule, *const c_char) -> b::CUresult;
+        cuLaunchKernel: fn(
+            b::CUfunction,
+            c_uint,
+            c_uint,
+            c_uint,
+            c_uint,
+            c_uint,
+            c_uint,
+            c_uint,
+            b::CUstream,
+            *mut *mut c_void,
+            *mut *mut c_void
+        ) -> b::CUresult;
         cuMemsetD8Async: fn(b::CUdeviceptr, c_uchar, usize, b::CUstream) -> b::CUresult;
         cuMemsetD32Async: fn(b::CUdeviceptr, c_uint, usize, b::CUstream) -> b::CUresult;
     }

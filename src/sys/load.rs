@@ -1,11 +1,11 @@
 //! Where each library is looked for, and in which order (docs/environment.md lists it for users).
 
 use super::{Base, cuda, nccl, nccl_ep as ep};
-use crate::env::{Env, RuntimeKind};
+use crate::env::{Env, NCCL_EP_HOME, NCCL_HOME, RuntimeKind, Variable};
 use crate::error::{Error, Result};
 use libloading::Library;
 use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
-use std::ffi::{CStr, OsStr, c_void};
+use std::ffi::{CStr, OsStr, c_int, c_void};
 use std::path::{Path, PathBuf};
 
 /// NCCL EP and where it came from, which tells where its device headers are.
@@ -15,6 +15,8 @@ pub struct NcclEpLibrary {
     pub functions: ep::NcclEp,
     /// The file it was loaded from; none when the loader does not tell.
     pub path: Option<PathBuf>,
+    /// On the host runtime: whether NCCL EP would find a compiler.
+    pub host_compiler: Option<unsafe extern "C" fn() -> c_int>,
 }
 
 impl NcclEpLibrary {
@@ -81,10 +83,22 @@ pub(super) fn nccl_ep(base: &Base, env: &Env) -> Result<NcclEpLibrary> {
         host_library(env)?
     } else {
         let remedy = "install NCCL EP (pip install nccl-extensions) or set NVTE_EP_NCCL_EP_LIB to libnccl_ep.so";
-        open_first("NCCL EP", remedy, nccl_ep_candidates(base, env))?
+        match &env.nccl_ep_lib {
+            Some(path) => open_first("NCCL EP", remedy, [path.clone()])?,
+            None => {
+                let sites = site_packages(base.nccl_path.as_deref());
+                open_first("NCCL EP", remedy, nccl_ep_search(env, &own_directories(), &NCCL_PREFIXES, &sites))?
+            }
+        }
     };
     let functions = ep::NcclEp::from_library(library).map_err(|e| incomplete("NCCL EP", &e))?;
-    Ok(NcclEpLibrary { path: file_of(functions.ncclEpDispatch as *const c_void), functions })
+    let host_compiler = match base.runtime {
+        // SAFETY: the host runtime declares it so (nvte_ep_host.h). An older one may lack it.
+        RuntimeKind::Host => unsafe { library.get::<unsafe extern "C" fn() -> c_int>(b"nvte_ep_host_compiler\0") }.ok(),
+        RuntimeKind::Cuda => None,
+    };
+    let host_compiler = host_compiler.map(|function| *function);
+    Ok(NcclEpLibrary { path: file_of(functions.ncclEpDispatch as *const c_void), functions, host_compiler })
 }
 
 const HOST: &str = "the host runtime";
@@ -102,8 +116,7 @@ fn host_library(env: &Env) -> Result<&'static Library> {
     open_first(HOST, "build it (cargo build --release) or set NVTE_EP_HOST_LIB to its path", candidates)
 }
 
-/// NCCL: the named file, else what the process has, else the loader's. Never a plain `libnccl.so`, which can be another
-/// NCCL than the one that made the communicator.
+/// NCCL: the named file, else what the process has, else the first that [`nccl_search`] finds.
 fn nccl_library(env: &Env) -> Result<&'static Library> {
     let remedy = "install NCCL 2.30.4 or later (pip install nvidia-nccl-cu13) or set NVTE_EP_NCCL_LIB to its path";
     if let Some(path) = &env.nccl_lib {
@@ -114,35 +127,100 @@ fn nccl_library(env: &Env) -> Result<&'static Library> {
     if unsafe { process.get::<*const c_void>(b"ncclCommCount\0") }.is_ok() {
         return Ok(Box::leak(Box::new(process)));
     }
-    open_first("NCCL", remedy, ["libnccl.so.2".into()])
+    // A framework that a Python process imported keeps its NCCL to itself, so the symbol is not in the global scope. The
+    // file is loaded all the same, and a second one beside it, from NCCL_HOME, could not use its communicator.
+    // SAFETY: nothing is loaded, so no constructor runs.
+    if let Ok(loaded) = unsafe { UnixLibrary::open(Some(NCCL), RTLD_NOW | libc::RTLD_NOLOAD) } {
+        return Ok(Box::leak(Box::new(loaded.into())));
+    }
+    open_first("NCCL", remedy, nccl_search(env, &NCCL_PREFIXES, &site_packages(None)))
 }
 
-/// The places of design decision 4, in order.
-fn nccl_ep_candidates(base: &Base, env: &Env) -> Vec<PathBuf> {
-    if let Some(path) = &env.nccl_ep_lib {
-        return vec![path.clone()];
+/// Never a plain `libnccl.so`, which can be another NCCL than the one that made the communicator.
+const NCCL: &str = "libnccl.so.2";
+const NCCL_EP: [&str; 2] = ["libnccl_ep.so.0", "libnccl_ep.so"];
+
+/// Where NCCL is put by its archive, by hand and by a distribution, for machines whose loader does not know.
+pub(crate) const NCCL_PREFIXES: [&str; 3] = ["/opt/nvidia/nccl", "/usr/local/nccl", "/usr"];
+
+/// `$NCCL_HOME`; the loader's own search (`LD_LIBRARY_PATH`, ldconfig's cache); the usual places; Python wheels.
+fn nccl_search(env: &Env, prefixes: &[&str], sites: &[PathBuf]) -> Search {
+    let mut search = Search::default();
+    search.home(&NCCL_HOME, env.nccl_home.as_deref(), &[NCCL]);
+    search.loader(&[NCCL]);
+    for prefix in prefixes {
+        search.prefix(Path::new(prefix), &[NCCL]);
     }
-    let names = ["libnccl_ep.so.0", "libnccl_ep.so"];
-    let mut candidates = Vec::new();
-    if let Some(home) = std::env::var_os("NCCL_EP_HOME").filter(|home| !home.is_empty()) {
-        for folder in ["lib", "lib64"] {
-            candidates.extend(names.map(|name| Path::new(&home).join(folder).join(name)));
-        }
+    for site in sites {
+        search.folder(&site.join("nvidia/nccl/lib"), &[NCCL]);
     }
-    for own in own_directories() {
-        candidates.extend(names.map(|name| own.join(name)));
-    }
-    // Files that are not there say nothing; bare names go to the loader, which reports its own search.
-    candidates.retain(|path| path.exists());
-    candidates.extend(names.map(PathBuf::from));
-    for site in site_packages(base.nccl_path.as_deref()) {
+    search
+}
+
+/// The places of design decision 4, in order, `$NCCL_HOME` after `$NCCL_EP_HOME` and the usual places last.
+fn nccl_ep_search(env: &Env, own: &[PathBuf], prefixes: &[&str], sites: &[PathBuf]) -> Search {
+    let mut search = Search::default();
+    search.home(&NCCL_EP_HOME, env.nccl_ep_home.as_deref(), &NCCL_EP);
+    // NCCL's prefix need not have NCCL EP, so its lack is not worth a warning here.
+    env.nccl_home.iter().for_each(|home| search.prefix(home, &NCCL_EP));
+    own.iter().for_each(|folder| search.folder(folder, &NCCL_EP));
+    search.loader(&NCCL_EP);
+    for site in sites {
         for cuda in ["cu13", "cu12"] {
-            candidates.push(site.join("nccl/ep/lib").join(cuda).join("libnccl_ep.so"));
+            search.folder(&site.join("nccl/ep/lib").join(cuda), &["libnccl_ep.so"]);
         }
-        candidates.push(site.join("transformer_engine/wheel_lib/libnccl_ep.so"));
+        search.folder(&site.join("transformer_engine/wheel_lib"), &["libnccl_ep.so"]);
     }
-    candidates.retain(|path| path.components().count() == 1 || path.exists());
-    candidates
+    for prefix in prefixes {
+        search.prefix(Path::new(prefix), &NCCL_EP);
+    }
+    search
+}
+
+/// Files to try, in order, and what was wrong with the places that the user named.
+#[derive(Debug, Default)]
+struct Search {
+    candidates: Vec<PathBuf>,
+    wrong: Vec<String>,
+}
+
+impl Search {
+    /// Names for the loader, which looks in its own places and reports them.
+    fn loader(&mut self, names: &[&str]) {
+        self.candidates.extend(names.iter().map(PathBuf::from));
+    }
+
+    /// The files of these names that are in `folder`.
+    fn folder(&mut self, folder: &Path, names: &[&str]) {
+        self.candidates.extend(names.iter().map(|name| folder.join(name)).filter(|path| path.exists()));
+    }
+
+    /// The files of these names that are in the library folders of `prefix`.
+    fn prefix(&mut self, prefix: &Path, names: &[&str]) {
+        let multiarch = format!("lib/{}-linux-gnu", std::env::consts::ARCH);
+        for folder in ["lib", "lib64", &multiarch] {
+            self.folder(&prefix.join(folder), names);
+        }
+    }
+
+    /// As [`Search::prefix`], for the prefix that the user's `variable` names. One that has none of the files is a mistake
+    /// that the user wants to hear of, even where the library is found elsewhere.
+    fn home(&mut self, variable: &Variable, home: Option<&Path>, names: &[&str]) {
+        let Some(home) = home else { return };
+        let before = self.candidates.len();
+        self.prefix(home, names);
+        if self.candidates.len() == before {
+            let text = format!("{}={} has no {} in lib or lib64", variable.name, home.display(), names.join(" or "));
+            tracing::warn!(target: "nvte_ep", "{text}; looking elsewhere");
+            self.wrong.push(text);
+        }
+    }
+}
+
+impl<Paths: IntoIterator<Item = PathBuf>> From<Paths> for Search {
+    fn from(paths: Paths) -> Self {
+        Self { candidates: paths.into_iter().collect(), wrong: Vec::new() }
+    }
 }
 
 /// Site-packages folders of the active Python environment: the one that the running NCCL came from, those on
@@ -171,12 +249,8 @@ pub(crate) fn site_packages(nccl: Option<&Path>) -> Vec<PathBuf> {
 /// Opens the first candidate that loads. The library stays loaded for the life of the process: its functions are kept
 /// in statics and its threads and CUDA state cannot be unloaded. `RTLD_LOCAL`, since NCCL EP exports C++ internals that
 /// must not meet anyone else's.
-fn open_first(
-    library: &'static str,
-    remedy: &str,
-    candidates: impl IntoIterator<Item = PathBuf>,
-) -> Result<&'static Library> {
-    let mut tried = Vec::new();
+fn open_first(library: &'static str, remedy: &str, search: impl Into<Search>) -> Result<&'static Library> {
+    let Search { candidates, wrong: mut tried } = search.into();
     for candidate in candidates {
         // SAFETY: loading runs the library's constructors; these are the vendor's libraries or those the user named.
         match unsafe { UnixLibrary::open(Some(&candidate), RTLD_NOW | RTLD_LOCAL) } {
@@ -272,5 +346,118 @@ mod tests {
         assert!(text.starts_with("NCCL EP 0.2.0+cuda13.4 (/site/libnccl_ep.so) takes only"), "{text}");
         assert!(text.contains("NCCL 2.30.7 is running") && text.contains("2.32.3"), "{text}");
         assert_eq!(gate_text(banner, path, 23007), None);
+    }
+
+    /// A folder with empty files, for the searches.
+    struct Tree(PathBuf);
+
+    impl Tree {
+        fn new(name: &str, files: &[&str]) -> Self {
+            let root = std::env::temp_dir().join(format!("nvte_ep_load_{name}_{}", std::process::id()));
+            let _ = std::fs::remove_dir_all(&root);
+            std::fs::create_dir_all(&root).unwrap();
+            for file in files {
+                let path = root.join(file);
+                std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+                std::fs::write(path, "").unwrap();
+            }
+            Self(root)
+        }
+
+        fn at(&self, path: &str) -> PathBuf {
+            self.0.join(path)
+        }
+
+        fn env(&self, pairs: &[(&str, &str)]) -> Env {
+            Env::from_lookup(|name| {
+                let (_, path) = pairs.iter().find(|(n, _)| *n == name)?;
+                Some(self.at(path).to_str().unwrap().to_owned())
+            })
+            .unwrap()
+        }
+    }
+
+    impl Drop for Tree {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn nccl_is_looked_for_in_order() {
+        let tree = Tree::new(
+            "nccl",
+            &[
+                "home/lib64/libnccl.so.2",
+                "usual/lib/libnccl.so.2",
+                "site/nvidia/nccl/lib/libnccl.so.2",
+                "plain/lib/libnccl.so",
+            ],
+        );
+        let usual = tree.at("usual");
+        let prefixes = [tree.at("none").to_str().unwrap().to_owned(), usual.to_str().unwrap().to_owned()];
+        let prefixes = [prefixes[0].as_str(), prefixes[1].as_str()];
+        let sites = [tree.at("site")];
+        let search = nccl_search(&tree.env(&[("NCCL_HOME", "home")]), &prefixes, &sites);
+        let everywhere = [
+            tree.at("home/lib64/libnccl.so.2"),
+            "libnccl.so.2".into(),
+            tree.at("usual/lib/libnccl.so.2"),
+            tree.at("site/nvidia/nccl/lib/libnccl.so.2"),
+        ];
+        assert_eq!(search.candidates, everywhere);
+        assert!(search.wrong.is_empty());
+
+        // A plain libnccl.so is no NCCL for us, so a prefix that has only that is wrong, and is named.
+        let search = nccl_search(&tree.env(&[("NCCL_HOME", "plain")]), &prefixes, &sites);
+        assert_eq!(search.candidates, everywhere[1..]);
+        let text = format!("NCCL_HOME={} has no libnccl.so.2 in lib or lib64", tree.at("plain").display());
+        assert_eq!(search.wrong, [text]);
+        assert!(nccl_search(&tree.env(&[]), &[], &[]).wrong.is_empty());
+    }
+
+    #[test]
+    fn nccl_ep_is_looked_for_in_order() {
+        let tree = Tree::new(
+            "nccl_ep",
+            &[
+                "ep/lib/libnccl_ep.so.0",
+                "nccl/lib/libnccl_ep.so",
+                "own/libnccl_ep.so",
+                "site/nccl/ep/lib/cu13/libnccl_ep.so",
+                "site/transformer_engine/wheel_lib/libnccl_ep.so",
+                "usual/lib64/libnccl_ep.so.0",
+            ],
+        );
+        let usual = tree.at("usual");
+        let (own, sites) = ([tree.at("own")], [tree.at("site")]);
+        let env = tree.env(&[("NCCL_EP_HOME", "ep"), ("NCCL_HOME", "nccl")]);
+        let search = nccl_ep_search(&env, &own, &[usual.to_str().unwrap()], &sites);
+        let everywhere = [
+            tree.at("ep/lib/libnccl_ep.so.0"),
+            tree.at("nccl/lib/libnccl_ep.so"),
+            tree.at("own/libnccl_ep.so"),
+            "libnccl_ep.so.0".into(),
+            "libnccl_ep.so".into(),
+            tree.at("site/nccl/ep/lib/cu13/libnccl_ep.so"),
+            tree.at("site/transformer_engine/wheel_lib/libnccl_ep.so"),
+            tree.at("usual/lib64/libnccl_ep.so.0"),
+        ];
+        assert_eq!(search.candidates, everywhere);
+
+        let search = nccl_ep_search(&tree.env(&[("NCCL_EP_HOME", "own"), ("NCCL_HOME", "own")]), &[], &[], &[]);
+        assert_eq!(search.wrong.len(), 1, "NCCL's prefix need not have NCCL EP: {:?}", search.wrong);
+        assert!(search.wrong[0].starts_with("NCCL_EP_HOME="), "{:?}", search.wrong);
+    }
+
+    #[test]
+    fn a_wrong_home_is_named_where_nothing_is_found() {
+        let mut search = Search::default();
+        search.home(&NCCL_HOME, Some(Path::new("/nowhere")), &["libnvte_ep_no_such.so.7"]);
+        search.loader(&["libnvte_ep_no_such.so.7"]);
+        let text = open_first("NCCL", "do this", search).unwrap_err().to_string();
+        let home = text.find("NCCL_HOME=/nowhere has no libnvte_ep_no_such.so.7 in lib or lib64").expect(&text);
+        let loader = text.find("libnvte_ep_no_such.so.7: ").expect(&text);
+        assert!(home < loader && text.starts_with("NCCL could not be loaded; do this. "), "{text}");
     }
 }

@@ -12,8 +12,8 @@ pub mod nccl_ep;
 mod te;
 
 pub use foreign::catch_foreign;
+pub(crate) use load::{NCCL_PREFIXES, ancestors, provider_of, site_packages};
 pub use load::{NcclEpLibrary, file_of, own_directories};
-pub(crate) use load::{ancestors, provider_of, site_packages};
 pub use te::ForeignTensors;
 
 use crate::env::{Env, RuntimeKind};

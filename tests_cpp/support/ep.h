@@ -296,6 +296,7 @@ class Step {
     EXPECT_EQ(totals.needed, needed);
     EXPECT_EQ(totals.received, received);
     EXPECT_EQ(totals.dropped, needed - received);
+    EXPECT_EQ(totals.not_experts, not_experts);
     if (!kReportsTotal) return;
     const std::vector<Count> expected_total(1, static_cast<Count>(reference_.Total(rank_)));
     EXPECT_TRUE(SameBits(total.Download(), expected_total, 1)) << "total_recv_tokens_per_rank";
@@ -472,6 +473,8 @@ class Step {
   const Reference reference_;
 
  public:
+  // How many of the indices are beyond the experts.
+  std::uint64_t not_experts = 0;
   DeviceBuffer<Index> topk_idx;
   DeviceBuffer<Count> counts;
   DeviceBuffer<Count> total;

@@ -22,7 +22,7 @@ fn device_of(dev: CUdevice) -> Outcome<&'static Device> {
 }
 
 /// A call about a stream: the NULL stream belongs to the current context, others know their device.
-fn on_stream(stream: CUstream, work: impl FnOnce(std::sync::Arc<Stream>) -> Outcome<()>) -> CUresult {
+pub(super) fn on_stream(stream: CUstream, work: impl FnOnce(std::sync::Arc<Stream>) -> Outcome<()>) -> CUresult {
     if stream as usize <= 2 {
         return driver_current(|device| work(Stream::resolve(stream, device)?));
     }
@@ -395,6 +395,22 @@ pub unsafe extern "C" fn cuGraphInstantiateWithFlags(
         // SAFETY: the caller's contract.
         unsafe { put(phGraphExec, exec as CUgraphExec) }
     })
+}
+
+/// Puts another graph of the same shape in the place of a launchable one's.
+///
+/// # Safety
+///
+/// `resultInfo` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuGraphExecUpdate_v2(
+    hGraphExec: CUgraphExec,
+    hGraph: CUgraph,
+    resultInfo: *mut cudaGraphExecUpdateResultInfo,
+) -> CUresult {
+    // SAFETY: the caller's contract.
+    driver(|| unsafe { super::update_exec(hGraphExec as usize, hGraph as usize, resultInfo) })
 }
 
 /// Replays a graph in stream order.

@@ -31,6 +31,10 @@ typedef struct NVTEEpExtRecvTotals {
    * Rows of those that are dropped; 0 unless the group drops.
    */
   uint64_t dropped;
+  /**
+   * Indices of this rank's topk_idx that are num_experts or more: they name no expert, and routed nowhere.
+   */
+  uint64_t not_experts;
 } NVTEEpExtRecvTotals;
 
 /**

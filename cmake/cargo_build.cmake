@@ -1,0 +1,43 @@
+# Runs cargo, at build time, so that the variables of the build count and not those of the configuration.
+# cmake -D CARGO= -D PROFILE= -D TARGET_DIR= -D TARGET= -D PACKAGES= -P cargo_build.cmake
+
+# How many jobs: MAX_JOBS (Python's extension builders set it), CMAKE_BUILD_PARALLEL_LEVEL, make's own -j. 0, or none, leaves it
+# to cargo, which takes the cores: cargo refuses -j 0.
+set(jobs "")
+if(NOT "$ENV{MAX_JOBS}" STREQUAL "")
+  set(name MAX_JOBS)
+  set(jobs $ENV{MAX_JOBS})
+elseif(NOT "$ENV{CMAKE_BUILD_PARALLEL_LEVEL}" STREQUAL "")
+  set(name CMAKE_BUILD_PARALLEL_LEVEL)
+  set(jobs $ENV{CMAKE_BUILD_PARALLEL_LEVEL})
+elseif("$ENV{MAKEFLAGS}" MATCHES "(^| )-j([0-9]+)( |$)")
+  set(name MAKEFLAGS)
+  set(jobs ${CMAKE_MATCH_2})
+endif()
+if(NOT jobs MATCHES "^[0-9]*$")
+  message(FATAL_ERROR "nvte_ep: ${name} takes a number of jobs, got \"${jobs}\"")
+endif()
+set(arguments build --quiet --locked --profile ${PROFILE})
+if(jobs GREATER 0)
+  list(APPEND arguments -j ${jobs})
+endif()
+if(TARGET)
+  list(APPEND arguments --target ${TARGET})
+endif()
+foreach(package IN LISTS PACKAGES)
+  list(APPEND arguments -p ${package})
+endforeach()
+
+# Make's job server is for commands that make itself started with it; cargo would complain that it cannot reach it.
+unset(ENV{MAKEFLAGS})
+unset(ENV{MFLAGS})
+set(ENV{CARGO_TARGET_DIR} ${TARGET_DIR})
+if(VERBOSE OR DEFINED ENV{VERBOSE})
+  list(REMOVE_ITEM arguments --quiet)
+  string(REPLACE ";" " " text "${arguments}")
+  message(STATUS "${CARGO} ${text}")
+endif()
+execute_process(COMMAND ${CARGO} ${arguments} RESULT_VARIABLE result)
+if(result)
+  message(FATAL_ERROR "cargo build failed (${result})")
+endif()
