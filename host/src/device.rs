@@ -167,11 +167,15 @@ impl Device {
         let text = CString::new(fault.text.replace('\0', "?")).unwrap_or_default();
         let mut report = None;
         self.sticky.get_or_init(|| {
-            report = Some(fault.text.clone());
+            // A report names the rank.
+            report = Some(match fault.signed {
+                true => fault.text.clone(),
+                false => format!("device {}: {}", self.ordinal, fault.text),
+            });
             Sticky { fault, text }
         });
         if let Some(report) = report {
-            fault::report(&format!("device {}: {report}", self.ordinal));
+            fault::report(&report);
         }
     }
 
@@ -179,7 +183,7 @@ impl Device {
     pub fn synchronize(&self) {
         let tails: Vec<_> = self.streams.lock().iter().map(Stream::tail).collect();
         for tail in tails {
-            tail.wait();
+            tail.host_wait();
         }
     }
 
@@ -216,7 +220,6 @@ impl Device {
             | CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY
             | CU_DEVICE_ATTRIBUTE_CONCURRENT_KERNELS
             | CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING
-            | CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
             | CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED => 1,
             CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT
             | CU_DEVICE_ATTRIBUTE_INTEGRATED
@@ -227,6 +230,7 @@ impl Device {
             | CU_DEVICE_ATTRIBUTE_TCC_DRIVER
             | CU_DEVICE_ATTRIBUTE_STREAM_PRIORITIES_SUPPORTED
             | CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY
+            | CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
             | CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS
             | CU_DEVICE_ATTRIBUTE_MULTI_GPU_BOARD
             | CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH

@@ -12,6 +12,7 @@
 //! | [`comm`], [`dtype`] | communicators, windows, collectives; element types |
 //! | [`ep`] | EP groups, handles, routing, dispatch and combine |
 //! | [`fault`], [`errors`], [`stats`] | errors, their names, counters |
+//! | [`check`], [`order`] | the contract checker: its rules; what a stream comes behind |
 //!
 //! Ranks are processes of one machine, or threads of one process with a device each
 //! (see [`device::DEVICES_VARIABLE`]).
@@ -21,6 +22,7 @@
 #![allow(non_upper_case_globals, reason = "constants of the C interfaces in patterns")]
 
 pub mod channel;
+pub mod check;
 pub mod comm;
 pub mod copy;
 pub mod device;
@@ -30,6 +32,7 @@ pub mod errors;
 pub mod fault;
 pub mod graph;
 pub mod memory;
+pub mod order;
 pub mod stats;
 pub mod stream;
 pub mod surface;

@@ -11,6 +11,7 @@ use std::ffi::c_void;
 
 use nvte_ep_bindings::*;
 
+use crate::check::{self, Call};
 use crate::comm;
 use crate::device::{self, Device};
 use crate::fault::{Fault, Outcome, contain, report};
@@ -23,6 +24,7 @@ thread_local! {
 
 /// A runtime call: current context, no sticky error, and a failure is remembered for `cudaGetLastError`.
 fn runtime(work: impl FnOnce(&'static Device) -> Outcome<()>) -> cudaError_t {
+    let _call = Call::enter(&work);
     runtime_query(|| {
         let device = device::make_current();
         device.check()?;
@@ -32,6 +34,7 @@ fn runtime(work: impl FnOnce(&'static Device) -> Outcome<()>) -> cudaError_t {
 
 /// A runtime call that neither needs a context nor minds a sticky error.
 fn runtime_query(work: impl FnOnce() -> Outcome<()>) -> cudaError_t {
+    let _call = Call::enter(&work);
     let code = code_of(|| {
         refuse_on_worker()?;
         work()
@@ -44,6 +47,7 @@ fn runtime_query(work: impl FnOnce() -> Outcome<()>) -> cudaError_t {
 
 /// A driver call that needs no context.
 fn driver(work: impl FnOnce() -> Outcome<()>) -> CUresult {
+    let _call = Call::enter(&work);
     code_of(|| {
         refuse_on_worker()?;
         if !device::driver_ready() {
@@ -55,6 +59,7 @@ fn driver(work: impl FnOnce() -> Outcome<()>) -> CUresult {
 
 /// A driver call on the current context.
 fn driver_current(work: impl FnOnce(&'static Device) -> Outcome<()>) -> CUresult {
+    let _call = Call::enter(&work);
     driver(|| {
         let no_context = || Fault::cuda(CUDA_ERROR_INVALID_CONTEXT, "no context is current on this thread");
         let device = device::current().ok_or_else(no_context)?;
@@ -64,20 +69,32 @@ fn driver_current(work: impl FnOnce(&'static Device) -> Outcome<()>) -> CUresult
 }
 
 fn code_of(work: impl FnOnce() -> Outcome<()>) -> cudaError_t {
-    contain(work).map_or_else(|fault| fault.cuda, |()| cudaSuccess)
+    let Err(fault) = contain(work) else { return cudaSuccess };
+    let fault = check::sign(fault);
+    if fault.signed && !is_sticky(&fault) {
+        report(&fault.text);
+    }
+    fault.cuda
+}
+
+/// Whether the fault is a device's sticky error, which was printed when it happened.
+fn is_sticky(fault: &Fault) -> bool {
+    device::all().iter().any(|device| device.sticky().is_some_and(|there| there.fault.text == fault.text))
 }
 
 /// An NCCL call: a failure is remembered for `ncclGetLastError` and printed.
 fn nccl(work: impl FnOnce() -> Outcome<()>) -> ncclResult_t {
+    let _call = Call::enter(&work);
     let done = contain(|| {
         refuse_on_worker()?;
+        check::policy()?;
         work()
     });
     match done {
         Ok(()) => ncclSuccess,
         Err(fault) => {
-            // A sticky error was printed when it happened.
-            if device::all().iter().all(|device| device.sticky().is_none_or(|there| there.fault.text != fault.text)) {
+            let fault = check::sign(fault);
+            if !is_sticky(&fault) {
                 report(&fault.text);
             }
             comm::set_last_error(&fault.text);
