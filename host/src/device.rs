@@ -165,18 +165,14 @@ impl Device {
     /// Makes `fault` the sticky error unless there is one, and prints it once.
     pub fn poison(&self, fault: Fault) {
         let text = CString::new(fault.text.replace('\0', "?")).unwrap_or_default();
-        let mut report = None;
         self.sticky.get_or_init(|| {
-            // A report names the rank.
-            report = Some(match fault.signed {
-                true => fault.text.clone(),
-                false => format!("device {}: {}", self.ordinal, fault.text),
-            });
+            // Before anybody sees the error, and may end the process for it. A report names the rank itself.
+            match fault.signed {
+                true => fault::report(&fault.text),
+                false => fault::report(&format!("device {}: {}", self.ordinal, fault.text)),
+            }
             Sticky { fault, text }
         });
-        if let Some(report) = report {
-            fault::report(&report);
-        }
     }
 
     /// Waits until all work enqueued on the device so far has ended.

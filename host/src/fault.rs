@@ -51,7 +51,8 @@ impl Fault {
 
 /// Prints a line for the user; a closed stderr is no reason to fail.
 pub fn report(line: &str) {
-    let _ = writeln!(std::io::stderr(), "nvte_ep_host: {line}");
+    // In one piece: several ranks may share the stream.
+    let _ = std::io::stderr().write_all(format!("nvte_ep_host: {line}\n").as_bytes());
 }
 
 /// Runs `work` and turns a panic into a [`Fault`], so that none crosses the C boundary.

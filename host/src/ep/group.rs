@@ -303,16 +303,12 @@ impl Group {
         }
     }
 
-    /// Groups over a communicator that are not destroyed.
-    pub fn live(comm: &Comm) -> usize {
-        GROUPS.lock().values().filter(|group| std::ptr::eq(&raw const *group.comm, comm)).count()
-    }
-
     /// Reports what still needs the group that is about to be destroyed; after an error nobody can finish any more.
     fn check_unused(&self) -> Outcome<()> {
         if self.comm.device.sticky().is_some() {
             return Ok(());
         }
+        self.check_comm("ncclEpGroupDestroy")?;
         let handles = Handle::live(self);
         if handles > 0 {
             let text = format!("ncclEpGroupDestroy: ep_group has {handles} handles that are not destroyed");
@@ -324,6 +320,15 @@ impl Group {
             check::breach(Rule::PeersBusy, text)?;
         }
         Ok(())
+    }
+
+    /// Reports a use after the communicator was destroyed.
+    pub fn check_comm(&self, function: &str) -> Outcome<()> {
+        if !self.comm.line.is_closed() || self.comm.device.sticky().is_some() {
+            return Ok(());
+        }
+        let text = format!("{function}: the communicator of ep_group has been destroyed before it");
+        check::breach(Rule::LiveHandles, text)
     }
 
     /// Fails once the group is destroyed; on a GPU that would be a use after free.

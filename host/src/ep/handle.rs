@@ -135,6 +135,7 @@ impl Handle {
         })?;
         check::act_as(found.group.comm.rank);
         found.group.check_alive(function)?;
+        found.group.check_comm(function)?;
         let name = |fault: Fault| Fault { text: format!("{function}: handle_mem: {}", fault.text), ..fault };
         found.memory.span.check_live().map_err(name)?;
         Ok(found)
