@@ -572,7 +572,7 @@ provocations! {
     call_order CallOrder 2
         "EP group of 2 ranks: ranks disagree at operation 2: rank 0 entered ncclEpDispatch(pass=BWD, hidden=32, datatype=";
     missing_rank MissingRank 2
-        "EP group of 2 ranks: ncclEpUpdateHandle(num_topk=1), operation 1: rank 1 did not arrive within 2000 ms: rule";
+        "EP group of 2 ranks: ncclEpUpdateHandle(num_topk=1), operation 1: rank 1 did not arrive within 1000 ms: rule";
     replay_count ReplayCount 2
         "EP group of 2 ranks: ncclEpUpdateHandle(num_topk=1), operation 2 in replay 2 of its graph: rank 1 did not arrive";
     argument_value ArgumentValue 1 "ncclEpCreateGroup: overflow_policy 7 is unknown: rule";
@@ -618,7 +618,7 @@ fn spawn(id: &ncclUniqueId, rank: usize, ranks: usize, rule: &str, policy: &str)
     let variables = [(RULE, rule), (POLICY_VARIABLE, policy), ("NVTE_EP_HOST_DEVICES", "2")];
     // Only those that wait for a rank in vain wait for that long.
     let in_vain = [Rule::MissingRank, Rule::ReplayCount].iter().any(|waits| waits.name() == rule);
-    spawn_rank_with("provoked", &hex(id), rank, ranks, if in_vain { 2000 } else { 60_000 }, &variables)
+    spawn_rank_with("provoked", &hex(id), rank, ranks, if in_vain { 1000 } else { 60_000 }, &variables)
 }
 
 fn passed(rank: usize, output: &Output) -> String {

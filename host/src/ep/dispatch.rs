@@ -79,7 +79,7 @@ fn check_quantised(tokens: &Pair, scales: &Pair, config: &ncclEpDispatchConfig_t
     }
     if received.window.is_some() != received_scales.window.is_some() {
         let text = "must be in a window if and only if outputs.tokens is";
-        return Err(received_scales.wrong(text));
+        return Err(received_scales.wrong(text).breaks(Rule::WindowMissing));
     }
     Ok(())
 }
