@@ -6,6 +6,8 @@ use std::ffi::{CString, c_void};
 use std::io::Read;
 use std::process::{Child, Output};
 use std::ptr;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use common::*;
 use nvte_ep_bindings::*;
@@ -409,38 +411,32 @@ fn stream_order(rank: &Rank, policy: Policy) {
 }
 
 fn one_thread(rank: &Rank, policy: Policy) {
-    unsafe extern "C-unwind" fn allocate(out: *mut *mut c_void, bytes: usize, bench: *mut c_void) -> u32 {
+    type Job = Box<dyn FnOnce() -> u32 + Send>;
+    static JOB: Mutex<Option<Job>> = Mutex::new(None);
+    static CODE: AtomicU32 = AtomicU32::new(99);
+    unsafe extern "C-unwind" fn allocate(out: *mut *mut c_void, bytes: usize, _: *mut c_void) -> u32 {
         // Another thread, while this one is in ncclEpInitHandle.
-        let bench = bench as usize;
-        let code = std::thread::spawn(move || {
-            // SAFETY: the bench outlives the call that this is called from, and is only read.
-            unsafe { &*(bench as *const Bench) }.update()
-        });
-        CODE.store(code.join().unwrap(), std::sync::atomic::Ordering::SeqCst);
-        // SAFETY: the caller's word.
+        let job = JOB.lock().unwrap().take().unwrap();
+        CODE.store(std::thread::spawn(job).join().unwrap(), Ordering::SeqCst);
+        // SAFETY: the library's word.
         unsafe { cudaMalloc(out, bytes) }
     }
     unsafe extern "C-unwind" fn free(memory: *mut c_void, _: *mut c_void) -> u32 {
-        // SAFETY: the caller's word.
+        // SAFETY: the library's word.
         unsafe { cudaFree(memory) }
     }
-    static CODE: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(99);
-    let place = Box::into_raw(Box::<std::mem::MaybeUninit<Bench>>::new_uninit());
     let bench = Bench::with(rank, |config| {
         config.alloc.alloc_fn = Some(allocate);
         config.alloc.free_fn = Some(free);
-        config.alloc.context = place.cast();
     });
-    // SAFETY: the place is a box for a bench, which is never freed.
-    let bench: &Bench = unsafe {
-        place.cast::<Bench>().write(bench);
-        &*place.cast::<Bench>()
-    };
+    let address = &raw const bench as usize;
+    // SAFETY: the bench outlives the job, which is done when the next call returns.
+    *JOB.lock().unwrap() = Some(Box::new(move || unsafe { &*(address as *const Bench) }.update()));
     let mut handle = ptr::null_mut();
     let layout = NCCL_EP_LAYOUT_EXPERT_MAJOR;
     // SAFETY: the result pointer is ours.
     nccl_ok(unsafe { ncclEpInitHandle(&raw mut handle, bench.group, layout, ptr::null(), 1, ptr::null()) });
-    judged(policy, CODE.load(std::sync::atomic::Ordering::SeqCst));
+    judged(policy, CODE.load(Ordering::SeqCst));
     assert_eq!(bench.received_total(), if policy == Policy::Error { -1 } else { 8 });
     // One after the other is no breach.
     nccl_ok(bench.update());
@@ -832,7 +828,7 @@ fn early_deregistration() {
 fn ordered_streams_are_no_breach() {
     unsafe extern "C" fn tell(data: *mut c_void) {
         // SAFETY: the flag outlives the stream's work.
-        unsafe { &*data.cast::<std::sync::atomic::AtomicBool>() }.store(true, std::sync::atomic::Ordering::SeqCst);
+        unsafe { &*data.cast::<AtomicBool>() }.store(true, Ordering::SeqCst);
     }
     run_ranks(1, |rank| {
         let bench = Bench::new(rank);
@@ -875,10 +871,10 @@ fn ordered_streams_are_no_breach() {
         }
         on(rank.stream);
         // A host function that tells the program.
-        let flag = std::sync::atomic::AtomicBool::new(false);
+        let flag = AtomicBool::new(false);
         // SAFETY: the flag outlives the stream's work.
         ok(unsafe { cudaLaunchHostFunc(rank.stream, Some(tell), (&raw const flag).cast_mut().cast()) });
-        while !flag.load(std::sync::atomic::Ordering::SeqCst) {
+        while !flag.load(Ordering::SeqCst) {
             std::thread::yield_now();
         }
         on(other);
