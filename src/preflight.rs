@@ -214,11 +214,24 @@ fn find_nvcc(env: Lookup<'_>) -> Result<PathBuf> {
             Err(error) => tried.push(format!("{}: {error}", nvcc.display())),
         }
     }
-    let tried = if tried.is_empty() { "none found".into() } else { tried.join(", ") };
-    Err(Error::Preflight {
+    Err(no_nvcc(&if tried.is_empty() { "none found".into() } else { tried.join(", ") }))
+}
+
+fn no_nvcc(tried: &str) -> Error {
+    Error::Preflight {
         problem: format!("NCCL EP compiles its kernels at run time and needs nvcc ({tried})"),
         remedy: "install the CUDA toolkit's compiler, or set NCCL_EP_JIT_NVCC or CUDA_HOME".into(),
-    })
+    }
+}
+
+/// On the host runtime there is nothing to compile; a test may ask for what a machine without a compiler sees.
+///
+/// # Errors
+/// nvcc, where the host runtime's NVTE_EP_HOST_FAULT hides it.
+pub(crate) fn host_compiler(library: &NcclEpLibrary) -> Result<()> {
+    // SAFETY: takes nothing.
+    let hidden = library.host_compiler.is_some_and(|has_compiler| unsafe { has_compiler() } == 0);
+    if hidden { Err(no_nvcc("hidden by NVTE_EP_HOST_FAULT")) } else { Ok(()) }
 }
 
 fn on_path(env: Lookup<'_>, program: &Path) -> Vec<PathBuf> {

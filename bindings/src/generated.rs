@@ -19,9 +19,13 @@ pub type cudaMemcpyKind = ::std::os::raw::c_uint;
 pub type cudaStreamCaptureStatus = ::std::os::raw::c_uint;
 pub type cudaDeviceAttr = ::std::os::raw::c_uint;
 pub type cudaStream_t = *mut CUstream_st;
+pub type cudaGraphNode_t = *mut CUgraphNode_st;
+pub type cudaGraphExecUpdateResult = ::std::os::raw::c_uint;
+pub type cudaGraphExecUpdateResultInfo = cudaGraphExecUpdateResultInfo_st;
 pub type ncclComm_t = *mut ncclComm;
 pub type ncclWindow_t = *mut ncclWindow_vidmem;
 pub type ncclResult_t = ::std::os::raw::c_uint;
+pub type ncclConfig_t = ncclConfig_v23000;
 pub type ncclRedOp_t = ::std::os::raw::c_uint;
 pub type ncclDataType_t = ::std::os::raw::c_uint;
 pub type ncclEpAlgorithm_t = ::std::os::raw::c_uint;
@@ -46,6 +50,8 @@ pub type ncclEpHandle_t = *mut ncclEpHandle;
 pub type ncclEpDispQuant_t = ::std::os::raw::c_uint;
 pub type ncclEpCombQuant_t = ::std::os::raw::c_uint;
 pub type ncclEpCompleteConfig_t = ncclEpCompleteConfig;
+pub type ncclCommProperties_t = ncclCommProperties;
+pub type ncclGinType_t = ::std::os::raw::c_uint;
 #[repr(C)]
 #[derive(Debug)]
 pub struct CUctx_st {
@@ -62,6 +68,11 @@ pub struct CUstream_st {
     _unused: [u8; 0],
 }
 #[repr(C)]
+#[derive(Debug)]
+pub struct CUgraphNode_st {
+    _unused: [u8; 0],
+}
+#[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct cudaPointerAttributes {
     pub type_: cudaMemoryType,
@@ -69,6 +80,13 @@ pub struct cudaPointerAttributes {
     pub devicePointer: *mut ::std::os::raw::c_void,
     pub hostPointer: *mut ::std::os::raw::c_void,
     pub reserved: [::std::os::raw::c_long; 8usize],
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct cudaGraphExecUpdateResultInfo_st {
+    pub result: cudaGraphExecUpdateResult,
+    pub errorNode: cudaGraphNode_t,
+    pub errorFromNode: cudaGraphNode_t,
 }
 #[repr(C)]
 #[derive(Debug)]
@@ -84,6 +102,31 @@ pub struct ncclWindow_vidmem {
 #[derive(Debug, Copy, Clone)]
 pub struct ncclUniqueId {
     pub internal: [::std::os::raw::c_char; 128usize],
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ncclConfig_v23000 {
+    pub size: usize,
+    pub magic: ::std::os::raw::c_uint,
+    pub version: ::std::os::raw::c_uint,
+    pub blocking: ::std::os::raw::c_int,
+    pub cgaClusterSize: ::std::os::raw::c_int,
+    pub minCTAs: ::std::os::raw::c_int,
+    pub maxCTAs: ::std::os::raw::c_int,
+    pub netName: *const ::std::os::raw::c_char,
+    pub splitShare: ::std::os::raw::c_int,
+    pub trafficClass: ::std::os::raw::c_int,
+    pub commName: *const ::std::os::raw::c_char,
+    pub collnetEnable: ::std::os::raw::c_int,
+    pub CTAPolicy: ::std::os::raw::c_int,
+    pub shrinkShare: ::std::os::raw::c_int,
+    pub nvlsCTAs: ::std::os::raw::c_int,
+    pub nChannelsPerNetPeer: ::std::os::raw::c_int,
+    pub nvlinkCentricSched: ::std::os::raw::c_int,
+    pub graphUsageMode: ::std::os::raw::c_int,
+    pub numRmaCtx: ::std::os::raw::c_int,
+    pub maxP2pPeers: ::std::os::raw::c_int,
+    pub graphStreamOrdering: ::std::os::raw::c_int,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -223,6 +266,23 @@ pub struct ncclEpCompleteConfig {
     pub size: ::std::os::raw::c_uint,
     pub magic: ::std::os::raw::c_uint,
 }
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ncclCommProperties {
+    pub size: usize,
+    pub magic: ::std::os::raw::c_uint,
+    pub version: ::std::os::raw::c_uint,
+    pub rank: ::std::os::raw::c_int,
+    pub nRanks: ::std::os::raw::c_int,
+    pub cudaDev: ::std::os::raw::c_int,
+    pub nvmlDev: ::std::os::raw::c_int,
+    pub deviceApiSupport: bool,
+    pub multimemSupport: bool,
+    pub ginType: ncclGinType_t,
+    pub nLsaTeams: ::std::os::raw::c_int,
+    pub hostRmaSupport: bool,
+    pub railedGinType: ncclGinType_t,
+}
 pub const cudaStreamDefault: u32 = 0;
 pub const cudaStreamNonBlocking: u32 = 1;
 pub const cudaEventDefault: u32 = 0;
@@ -234,6 +294,8 @@ pub const NCCL_MINOR: u32 = 30;
 pub const NCCL_PATCH: u32 = 7;
 pub const NCCL_VERSION_CODE: u32 = 23007;
 pub const NCCL_UNIQUE_ID_BYTES: u32 = 128;
+pub const NCCL_SPLIT_NOCOLOR: i32 = -1;
+pub const NCCL_API_MAGIC: u32 = 3405692655;
 pub const NCCL_WIN_DEFAULT: u32 = 0;
 pub const NCCL_WIN_COLL_SYMMETRIC: u32 = 1;
 pub const NCCL_WIN_STRICT_ORDERING: u32 = 2;
@@ -824,6 +886,27 @@ pub const cudaDevAttrHostMemoryPoolsSupported: cudaDeviceAttr = 144;
 pub const cudaDevAttrReserved145: cudaDeviceAttr = 145;
 pub const cudaDevAttrOnlyPartialHostNativeAtomicSupported: cudaDeviceAttr = 147;
 pub const cudaDevAttrMax: cudaDeviceAttr = 148;
+pub const cudaGraphExecUpdateSuccess: cudaGraphExecUpdateResult = 0;
+pub const cudaGraphExecUpdateError: cudaGraphExecUpdateResult = 1;
+pub const cudaGraphExecUpdateErrorTopologyChanged: cudaGraphExecUpdateResult = 2;
+pub const cudaGraphExecUpdateErrorNodeTypeChanged: cudaGraphExecUpdateResult = 3;
+pub const cudaGraphExecUpdateErrorFunctionChanged: cudaGraphExecUpdateResult = 4;
+pub const cudaGraphExecUpdateErrorParametersChanged: cudaGraphExecUpdateResult = 5;
+pub const cudaGraphExecUpdateErrorNotSupported: cudaGraphExecUpdateResult = 6;
+pub const cudaGraphExecUpdateErrorUnsupportedFunctionChange: cudaGraphExecUpdateResult = 7;
+pub const cudaGraphExecUpdateErrorAttributesChanged: cudaGraphExecUpdateResult = 8;
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of cudaGraphExecUpdateResultInfo_st"][::std::mem::size_of::<cudaGraphExecUpdateResultInfo_st>() - 24usize];
+    ["Alignment of cudaGraphExecUpdateResultInfo_st"]
+        [::std::mem::align_of::<cudaGraphExecUpdateResultInfo_st>() - 8usize];
+    ["Offset of field: cudaGraphExecUpdateResultInfo_st::result"]
+        [::std::mem::offset_of!(cudaGraphExecUpdateResultInfo_st, result) - 0usize];
+    ["Offset of field: cudaGraphExecUpdateResultInfo_st::errorNode"]
+        [::std::mem::offset_of!(cudaGraphExecUpdateResultInfo_st, errorNode) - 8usize];
+    ["Offset of field: cudaGraphExecUpdateResultInfo_st::errorFromNode"]
+        [::std::mem::offset_of!(cudaGraphExecUpdateResultInfo_st, errorFromNode) - 16usize];
+};
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of ncclUniqueId"][::std::mem::size_of::<ncclUniqueId>() - 128usize];
@@ -840,6 +923,41 @@ pub const ncclRemoteError: ncclResult_t = 6;
 pub const ncclInProgress: ncclResult_t = 7;
 pub const ncclTimeout: ncclResult_t = 8;
 pub const ncclNumResults: ncclResult_t = 9;
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of ncclConfig_v23000"][::std::mem::size_of::<ncclConfig_v23000>() - 96usize];
+    ["Alignment of ncclConfig_v23000"][::std::mem::align_of::<ncclConfig_v23000>() - 8usize];
+    ["Offset of field: ncclConfig_v23000::size"][::std::mem::offset_of!(ncclConfig_v23000, size) - 0usize];
+    ["Offset of field: ncclConfig_v23000::magic"][::std::mem::offset_of!(ncclConfig_v23000, magic) - 8usize];
+    ["Offset of field: ncclConfig_v23000::version"][::std::mem::offset_of!(ncclConfig_v23000, version) - 12usize];
+    ["Offset of field: ncclConfig_v23000::blocking"][::std::mem::offset_of!(ncclConfig_v23000, blocking) - 16usize];
+    ["Offset of field: ncclConfig_v23000::cgaClusterSize"]
+        [::std::mem::offset_of!(ncclConfig_v23000, cgaClusterSize) - 20usize];
+    ["Offset of field: ncclConfig_v23000::minCTAs"][::std::mem::offset_of!(ncclConfig_v23000, minCTAs) - 24usize];
+    ["Offset of field: ncclConfig_v23000::maxCTAs"][::std::mem::offset_of!(ncclConfig_v23000, maxCTAs) - 28usize];
+    ["Offset of field: ncclConfig_v23000::netName"][::std::mem::offset_of!(ncclConfig_v23000, netName) - 32usize];
+    ["Offset of field: ncclConfig_v23000::splitShare"][::std::mem::offset_of!(ncclConfig_v23000, splitShare) - 40usize];
+    ["Offset of field: ncclConfig_v23000::trafficClass"]
+        [::std::mem::offset_of!(ncclConfig_v23000, trafficClass) - 44usize];
+    ["Offset of field: ncclConfig_v23000::commName"][::std::mem::offset_of!(ncclConfig_v23000, commName) - 48usize];
+    ["Offset of field: ncclConfig_v23000::collnetEnable"]
+        [::std::mem::offset_of!(ncclConfig_v23000, collnetEnable) - 56usize];
+    ["Offset of field: ncclConfig_v23000::CTAPolicy"][::std::mem::offset_of!(ncclConfig_v23000, CTAPolicy) - 60usize];
+    ["Offset of field: ncclConfig_v23000::shrinkShare"]
+        [::std::mem::offset_of!(ncclConfig_v23000, shrinkShare) - 64usize];
+    ["Offset of field: ncclConfig_v23000::nvlsCTAs"][::std::mem::offset_of!(ncclConfig_v23000, nvlsCTAs) - 68usize];
+    ["Offset of field: ncclConfig_v23000::nChannelsPerNetPeer"]
+        [::std::mem::offset_of!(ncclConfig_v23000, nChannelsPerNetPeer) - 72usize];
+    ["Offset of field: ncclConfig_v23000::nvlinkCentricSched"]
+        [::std::mem::offset_of!(ncclConfig_v23000, nvlinkCentricSched) - 76usize];
+    ["Offset of field: ncclConfig_v23000::graphUsageMode"]
+        [::std::mem::offset_of!(ncclConfig_v23000, graphUsageMode) - 80usize];
+    ["Offset of field: ncclConfig_v23000::numRmaCtx"][::std::mem::offset_of!(ncclConfig_v23000, numRmaCtx) - 84usize];
+    ["Offset of field: ncclConfig_v23000::maxP2pPeers"]
+        [::std::mem::offset_of!(ncclConfig_v23000, maxP2pPeers) - 88usize];
+    ["Offset of field: ncclConfig_v23000::graphStreamOrdering"]
+        [::std::mem::offset_of!(ncclConfig_v23000, graphStreamOrdering) - 92usize];
+};
 pub const ncclSum: ncclRedOp_t = 0;
 pub const ncclProd: ncclRedOp_t = 1;
 pub const ncclMax: ncclRedOp_t = 2;
@@ -1070,6 +1188,32 @@ const _: () = {
     ["Offset of field: ncclEpCompleteConfig::size"][::std::mem::offset_of!(ncclEpCompleteConfig, size) - 0usize];
     ["Offset of field: ncclEpCompleteConfig::magic"][::std::mem::offset_of!(ncclEpCompleteConfig, magic) - 4usize];
 };
+pub const NCCL_GIN_TYPE_NONE: ncclGinType_t = 0;
+pub const NCCL_GIN_TYPE_PROXY: ncclGinType_t = 2;
+pub const NCCL_GIN_TYPE_GDAKI: ncclGinType_t = 3;
+pub const NCCL_GIN_TYPE_GPI: ncclGinType_t = 4;
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of ncclCommProperties"][::std::mem::size_of::<ncclCommProperties>() - 56usize];
+    ["Alignment of ncclCommProperties"][::std::mem::align_of::<ncclCommProperties>() - 8usize];
+    ["Offset of field: ncclCommProperties::size"][::std::mem::offset_of!(ncclCommProperties, size) - 0usize];
+    ["Offset of field: ncclCommProperties::magic"][::std::mem::offset_of!(ncclCommProperties, magic) - 8usize];
+    ["Offset of field: ncclCommProperties::version"][::std::mem::offset_of!(ncclCommProperties, version) - 12usize];
+    ["Offset of field: ncclCommProperties::rank"][::std::mem::offset_of!(ncclCommProperties, rank) - 16usize];
+    ["Offset of field: ncclCommProperties::nRanks"][::std::mem::offset_of!(ncclCommProperties, nRanks) - 20usize];
+    ["Offset of field: ncclCommProperties::cudaDev"][::std::mem::offset_of!(ncclCommProperties, cudaDev) - 24usize];
+    ["Offset of field: ncclCommProperties::nvmlDev"][::std::mem::offset_of!(ncclCommProperties, nvmlDev) - 28usize];
+    ["Offset of field: ncclCommProperties::deviceApiSupport"]
+        [::std::mem::offset_of!(ncclCommProperties, deviceApiSupport) - 32usize];
+    ["Offset of field: ncclCommProperties::multimemSupport"]
+        [::std::mem::offset_of!(ncclCommProperties, multimemSupport) - 33usize];
+    ["Offset of field: ncclCommProperties::ginType"][::std::mem::offset_of!(ncclCommProperties, ginType) - 36usize];
+    ["Offset of field: ncclCommProperties::nLsaTeams"][::std::mem::offset_of!(ncclCommProperties, nLsaTeams) - 40usize];
+    ["Offset of field: ncclCommProperties::hostRmaSupport"]
+        [::std::mem::offset_of!(ncclCommProperties, hostRmaSupport) - 44usize];
+    ["Offset of field: ncclCommProperties::railedGinType"]
+        [::std::mem::offset_of!(ncclCommProperties, railedGinType) - 48usize];
+};
 impl Default for cudaPointerAttributes {
     fn default() -> Self {
         let mut s = ::std::mem::MaybeUninit::<Self>::uninit();
@@ -1079,7 +1223,25 @@ impl Default for cudaPointerAttributes {
         }
     }
 }
+impl Default for cudaGraphExecUpdateResultInfo_st {
+    fn default() -> Self {
+        let mut s = ::std::mem::MaybeUninit::<Self>::uninit();
+        unsafe {
+            ::std::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
+            s.assume_init()
+        }
+    }
+}
 impl Default for ncclUniqueId {
+    fn default() -> Self {
+        let mut s = ::std::mem::MaybeUninit::<Self>::uninit();
+        unsafe {
+            ::std::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
+            s.assume_init()
+        }
+    }
+}
+impl Default for ncclConfig_v23000 {
     fn default() -> Self {
         let mut s = ::std::mem::MaybeUninit::<Self>::uninit();
         unsafe {
@@ -1178,6 +1340,15 @@ impl Default for ncclEpCombineConfig_t {
         }
     }
 }
+impl Default for ncclCommProperties {
+    fn default() -> Self {
+        let mut s = ::std::mem::MaybeUninit::<Self>::uninit();
+        unsafe {
+            ::std::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
+            s.assume_init()
+        }
+    }
+}
 pub use self::CUdevice_attribute_enum as CUdevice_attribute;
 pub use self::CUevent_flags_enum as CUevent_flags;
 pub use self::CUpointer_attribute_enum as CUpointer_attribute;
@@ -1254,15 +1425,34 @@ unsafe extern "C" {
     pub fn ncclMemFree(ptr: *mut ::std::os::raw::c_void) -> ncclResult_t;
     pub fn ncclGetVersion(version: *mut ::std::os::raw::c_int) -> ncclResult_t;
     pub fn ncclGetUniqueId(uniqueId: *mut ncclUniqueId) -> ncclResult_t;
+    pub fn ncclCommInitRankConfig(
+        comm: *mut ncclComm_t,
+        nranks: ::std::os::raw::c_int,
+        commId: ncclUniqueId,
+        rank: ::std::os::raw::c_int,
+        config: *mut ncclConfig_t,
+    ) -> ncclResult_t;
     pub fn ncclCommInitRank(
         comm: *mut ncclComm_t,
         nranks: ::std::os::raw::c_int,
         commId: ncclUniqueId,
         rank: ::std::os::raw::c_int,
     ) -> ncclResult_t;
+    pub fn ncclCommInitAll(
+        comm: *mut ncclComm_t,
+        ndev: ::std::os::raw::c_int,
+        devlist: *const ::std::os::raw::c_int,
+    ) -> ncclResult_t;
     pub fn ncclCommFinalize(comm: ncclComm_t) -> ncclResult_t;
     pub fn ncclCommDestroy(comm: ncclComm_t) -> ncclResult_t;
     pub fn ncclCommAbort(comm: ncclComm_t) -> ncclResult_t;
+    pub fn ncclCommSplit(
+        comm: ncclComm_t,
+        color: ::std::os::raw::c_int,
+        key: ::std::os::raw::c_int,
+        newcomm: *mut ncclComm_t,
+        config: *mut ncclConfig_t,
+    ) -> ncclResult_t;
     pub fn ncclGetErrorString(result: ncclResult_t) -> *const ::std::os::raw::c_char;
     pub fn ncclGetLastError(comm: ncclComm_t) -> *const ::std::os::raw::c_char;
     pub fn ncclCommGetAsyncError(comm: ncclComm_t, asyncError: *mut ncclResult_t) -> ncclResult_t;
@@ -1277,6 +1467,16 @@ unsafe extern "C" {
         winFlags: ::std::os::raw::c_int,
     ) -> ncclResult_t;
     pub fn ncclCommWindowDeregister(comm: ncclComm_t, win: ncclWindow_t) -> ncclResult_t;
+    pub fn ncclReduce(
+        sendbuff: *const ::std::os::raw::c_void,
+        recvbuff: *mut ::std::os::raw::c_void,
+        count: usize,
+        datatype: ncclDataType_t,
+        op: ncclRedOp_t,
+        root: ::std::os::raw::c_int,
+        comm: ncclComm_t,
+        stream: cudaStream_t,
+    ) -> ncclResult_t;
     pub fn ncclBroadcast(
         sendbuff: *const ::std::os::raw::c_void,
         recvbuff: *mut ::std::os::raw::c_void,
@@ -1295,6 +1495,15 @@ unsafe extern "C" {
         comm: ncclComm_t,
         stream: cudaStream_t,
     ) -> ncclResult_t;
+    pub fn ncclReduceScatter(
+        sendbuff: *const ::std::os::raw::c_void,
+        recvbuff: *mut ::std::os::raw::c_void,
+        recvcount: usize,
+        datatype: ncclDataType_t,
+        op: ncclRedOp_t,
+        comm: ncclComm_t,
+        stream: cudaStream_t,
+    ) -> ncclResult_t;
     pub fn ncclAllGather(
         sendbuff: *const ::std::os::raw::c_void,
         recvbuff: *mut ::std::os::raw::c_void,
@@ -1303,8 +1512,25 @@ unsafe extern "C" {
         comm: ncclComm_t,
         stream: cudaStream_t,
     ) -> ncclResult_t;
+    pub fn ncclSend(
+        sendbuff: *const ::std::os::raw::c_void,
+        count: usize,
+        datatype: ncclDataType_t,
+        peer: ::std::os::raw::c_int,
+        comm: ncclComm_t,
+        stream: cudaStream_t,
+    ) -> ncclResult_t;
+    pub fn ncclRecv(
+        recvbuff: *mut ::std::os::raw::c_void,
+        count: usize,
+        datatype: ncclDataType_t,
+        peer: ::std::os::raw::c_int,
+        comm: ncclComm_t,
+        stream: cudaStream_t,
+    ) -> ncclResult_t;
     pub fn ncclGroupStart() -> ncclResult_t;
     pub fn ncclGroupEnd() -> ncclResult_t;
+    pub fn ncclCommQueryProperties(comm: ncclComm_t, props: *mut ncclCommProperties_t) -> ncclResult_t;
 }
 unsafe extern "C-unwind" {
     pub fn ncclEpGetVersion(version: *mut ::std::os::raw::c_int) -> ncclResult_t;

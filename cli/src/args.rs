@@ -22,6 +22,48 @@ pub enum Command {
     /// and uneven, with masked entries. Exit code 0: all checks passed; 1: something differed or failed; 2: the
     /// arguments cannot be run.
     Run(RunArgs),
+    /// Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU.
+    ///
+    /// Each rank finds its place in the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+    /// MASTER_PORT) and of Open MPI (OMPI_COMM_WORLD_RANK and so on), and in NVTE_EP_LAUNCH_DIRECTORY a directory of the run's
+    /// own. Its lines are printed with its rank before them. Signals are passed on. When a rank fails, the others have
+    /// a grace time to end by themselves; the exit code is that of the first one that failed, 128 + the signal that
+    /// ended it, or 124 where the time was up.
+    Launch(LaunchArgs),
+}
+
+/// The runtime of a program that is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum LaunchRuntime {
+    /// The host runtime, in place of the CUDA and NCCL libraries too that the program is linked to.
+    Host,
+    /// The machine's own CUDA and NCCL.
+    Cuda,
+}
+
+fn ranks(text: &str) -> Result<usize, String> {
+    let ranks = text.parse().ok().filter(|ranks| (1..=1024).contains(ranks));
+    ranks.ok_or_else(|| "the number of ranks must be 1 to 1024".to_owned())
+}
+
+/// The arguments of `launch`.
+#[derive(Debug, Clone, Args)]
+pub struct LaunchArgs {
+    /// Ranks to start.
+    #[arg(short = 'n', long, value_name = "N", value_parser = ranks, default_value_t = DEFAULT_RANKS)]
+    pub ranks: usize,
+    /// Where the program runs.
+    #[arg(long, value_enum, default_value_t = LaunchRuntime::Host)]
+    pub runtime: LaunchRuntime,
+    /// Seconds that the other ranks have when one has failed, or a signal has come, before they are ended.
+    #[arg(long, value_name = "S", default_value_t = 5, value_parser = clap::value_parser!(u64).range(..=MOST_SECONDS))]
+    pub grace: u64,
+    /// Seconds after which all ranks are ended.
+    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=MOST_SECONDS))]
+    pub timeout: Option<u64>,
+    /// The program and its arguments.
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
+    pub program: Vec<std::ffi::OsString>,
 }
 
 /// Which runtime the run asks for.
@@ -161,8 +203,10 @@ mod tests {
 
     fn parse(extra: &[&str]) -> RunArgs {
         let all = ["nvte-ep", "run"].iter().chain(extra);
-        let Command::Run(args) = Cli::try_parse_from(all).unwrap().command;
-        args
+        match Cli::try_parse_from(all).unwrap().command {
+            Command::Run(args) => args,
+            other => panic!("{other:?}"),
+        }
     }
 
     #[test]
@@ -198,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn only_run_exists() {
+    fn what_does_not_exist_is_refused() {
         assert!(Cli::try_parse_from(["nvte-ep", "bench"]).is_err());
         assert!(Cli::try_parse_from(["nvte-ep", "run", "--dtype", "f64"]).is_err());
     }

@@ -6,11 +6,11 @@ use crate::rendezvous::{Meeting, private_directory, remove};
 use crate::report::RankReport;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -169,14 +169,55 @@ const LINES: usize = 20;
 
 type Lines = Arc<Mutex<VecDeque<String>>>;
 
-struct Rank {
+/// A started process.
+pub struct Rank {
     child: Child,
-    ended: Option<ExitStatus>,
+    /// How it ended, once it has.
+    pub ended: Option<ExitStatus>,
     lines: Lines,
     readers: Vec<std::thread::JoinHandle<()>>,
 }
 
+/// Where a rank's output goes besides being kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Echo {
+    /// Nowhere.
+    Silent,
+    /// To our own standard output.
+    Stdout,
+    /// To our own standard error.
+    Stderr,
+}
+
 impl Rank {
+    /// Sees whether it has ended.
+    pub fn look(&mut self) -> std::io::Result<()> {
+        self.ended = self.child.try_wait()?;
+        Ok(())
+    }
+
+    /// Sends a signal to it and what it has started, where it leads a process group.
+    pub fn signal_group(&self, signal: i32) {
+        if self.ended.is_none() {
+            // SAFETY: takes numbers. The process has not been waited for, so the group is its own.
+            unsafe { libc::kill(-self.child.id().cast_signed(), signal) };
+        }
+    }
+
+    /// Ends it and what it has started, where it leads a process group.
+    pub fn kill_group(&mut self) {
+        self.signal_group(libc::SIGKILL);
+        self.kill();
+    }
+
+    /// Waits for the rest of its output, which ends with the process, unless it left one behind that holds the pipe.
+    pub fn drain(&self) {
+        let patience = Instant::now();
+        while self.readers.iter().any(|r| !r.is_finished()) && patience.elapsed() < Duration::from_secs(1) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     fn kill(&mut self) {
         if self.ended.is_none() {
             // Fails only if the rank has ended by itself.
@@ -186,19 +227,33 @@ impl Rank {
     }
 }
 
-/// Set by the signal handler: the signal that asks to end.
-static SIGNAL: AtomicI32 = AtomicI32::new(0);
+/// Set by the signal handler: a bit for each signal that has come.
+static SIGNALS: AtomicU64 = AtomicU64::new(0);
 
 extern "C" fn on_signal(signal: libc::c_int) {
-    SIGNAL.store(signal, Ordering::Relaxed);
+    SIGNALS.fetch_or(1 << signal, Ordering::Relaxed);
+}
+
+/// Collects these signals for [`next_signal`].
+pub fn on_signals(signals: &[i32]) {
+    for signal in signals {
+        // SAFETY: the handler only stores a number.
+        unsafe { libc::signal(*signal, on_signal as *const () as libc::sighandler_t) };
+    }
+}
+
+/// A signal that has come and was not asked for yet.
+pub fn next_signal() -> Option<i32> {
+    let signal = SIGNALS.load(Ordering::Relaxed).trailing_zeros();
+    (signal < 64).then(|| {
+        SIGNALS.fetch_and(!(1 << signal), Ordering::Relaxed);
+        signal.cast_signed()
+    })
 }
 
 /// Starts this program once a rank, watches over the ranks and returns their reports, or the signal that ended the run.
 pub fn supervise(start: &Start) -> Outcome<Result<Vec<RankReport>, i32>> {
-    for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
-        // SAFETY: the handler only stores a number.
-        unsafe { libc::signal(signal, on_signal as *const () as libc::sighandler_t) };
-    }
+    on_signals(&[libc::SIGINT, libc::SIGTERM, libc::SIGHUP]);
     let directory = private_directory()?;
     let mut ranks = Vec::new();
     let outcome = start_all(start, &directory, &mut ranks).and_then(|()| watch(start, &directory, &mut ranks));
@@ -209,7 +264,7 @@ pub fn supervise(start: &Start) -> Outcome<Result<Vec<RankReport>, i32>> {
 
 fn start_all(start: &Start, directory: &std::path::Path, ranks: &mut Vec<Rank>) -> Outcome<()> {
     let program = std::env::current_exe()?;
-    let parent = std::process::id();
+    let echo = if start.verbose { Echo::Stderr } else { Echo::Silent };
     for rank in 0..start.ranks {
         let ticket = Ticket { rank, size: start.ranks, directory: directory.to_path_buf(), max_sms: start.max_sms };
         let mut command = Command::new(&program);
@@ -217,27 +272,31 @@ fn start_all(start: &Start, directory: &std::path::Path, ranks: &mut Vec<Rank>) 
             .args(std::env::args_os().skip(1))
             .envs(start.variables.iter().map(|(name, value)| (name, value)))
             .env(TICKET_VARIABLE, serde_json::to_string(&ticket)?)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
-        // SAFETY: between fork and exec only system calls that are safe there are made.
-        unsafe { command.pre_exec(move || die_with(parent)) };
-        let mut child = command.spawn().map_err(|error| format!("cannot start rank {rank}: {error}"))?;
-        let lines = Lines::default();
-        let streams: [Option<Box<dyn Read + Send>>; 2] =
-            [child.stdout.take().map(|s| Box::new(s) as _), child.stderr.take().map(|s| Box::new(s) as _)];
-        let verbose = start.verbose;
-        let readers = streams
-            .into_iter()
-            .flatten()
-            .map(|stream| {
-                let lines = Arc::clone(&lines);
-                std::thread::spawn(move || keep_lines(rank, stream, &lines, verbose))
-            })
-            .collect();
-        ranks.push(Rank { child, ended: None, lines, readers });
+            .stdin(Stdio::null());
+        ranks.push(start_rank(rank, command, [echo; 2])?);
     }
     Ok(())
+}
+
+/// Starts a rank that ends with this process; `echo` says where its output and its errors go.
+pub fn start_rank(rank: usize, mut command: Command, echo: [Echo; 2]) -> Outcome<Rank> {
+    let parent = std::process::id();
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    // SAFETY: between fork and exec only system calls that are safe there are made.
+    unsafe { command.pre_exec(move || die_with(parent)) };
+    let mut child = command.spawn().map_err(|error| format!("cannot start rank {rank}: {error}"))?;
+    let lines = Lines::default();
+    let streams: [Option<Box<dyn Read + Send>>; 2] =
+        [child.stdout.take().map(|s| Box::new(s) as _), child.stderr.take().map(|s| Box::new(s) as _)];
+    let readers = streams
+        .into_iter()
+        .zip(echo)
+        .filter_map(|(stream, echo)| {
+            let (stream, lines) = (stream?, Arc::clone(&lines));
+            Some(std::thread::spawn(move || keep_lines(rank, stream, &lines, echo)))
+        })
+        .collect();
+    Ok(Rank { child, ended: None, lines, readers })
 }
 
 /// In the started process: asks to be killed when the parent's starting thread ends, however it ends.
@@ -253,15 +312,18 @@ fn die_with(parent: u32) -> std::io::Result<()> {
     Ok(())
 }
 
-fn keep_lines(rank: usize, stream: Box<dyn Read + Send>, lines: &Lines, verbose: bool) {
+fn keep_lines(rank: usize, stream: Box<dyn Read + Send>, lines: &Lines, echo: Echo) {
     let mut reader = BufReader::new(stream);
     let mut line = Vec::new();
     while reader.read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0) {
         let text = String::from_utf8_lossy(&line).trim_end().to_owned();
         line.clear();
-        if verbose {
-            eprintln!("[rank {rank}] {text}");
-        }
+        // A closed output is no reason to stop reading: the rank would wait.
+        drop(match echo {
+            Echo::Silent => Ok(()),
+            Echo::Stdout => writeln!(std::io::stdout(), "[rank {rank}] {text}"),
+            Echo::Stderr => writeln!(std::io::stderr(), "[rank {rank}] {text}"),
+        });
         if let Ok(mut lines) = lines.lock() {
             if lines.len() == LINES {
                 lines.pop_front();
@@ -277,13 +339,12 @@ fn watch(start: &Start, directory: &std::path::Path, ranks: &mut [Rank]) -> Outc
     let mut failed: Option<(usize, Instant)> = None;
     let mut out_of_time = false;
     while ranks.iter().any(|rank| rank.ended.is_none()) {
-        let signal = SIGNAL.load(Ordering::Relaxed);
-        if signal != 0 {
+        if let Some(signal) = next_signal() {
             bar.finish_and_clear();
             return Ok(Err(signal));
         }
         for (number, rank) in ranks.iter_mut().enumerate().filter(|(_, rank)| rank.ended.is_none()) {
-            rank.ended = rank.child.try_wait()?;
+            rank.look()?;
             if failed.is_none() && rank.ended.is_some_and(|status| !status.success()) {
                 failed = Some((number, Instant::now()));
             }
@@ -304,11 +365,7 @@ fn watch(start: &Start, directory: &std::path::Path, ranks: &mut [Rank]) -> Outc
         let by_itself = rank.ended.is_some();
         rank.kill();
         if by_itself {
-            // The output ends with the process, unless it left a process behind that holds the pipe.
-            let patience = Instant::now();
-            while rank.readers.iter().any(|r| !r.is_finished()) && patience.elapsed() < Duration::from_secs(1) {
-                std::thread::sleep(Duration::from_millis(5));
-            }
+            rank.drain();
         }
         let status = rank.ended;
         let mut report = meeting.report(number).unwrap_or_else(|| RankReport { rank: number, ..Default::default() });
@@ -338,7 +395,14 @@ fn watch(start: &Start, directory: &std::path::Path, ranks: &mut [Rank]) -> Outc
     Ok(Ok(reports))
 }
 
-fn ending(status: Option<ExitStatus>) -> String {
+/// "rank 3" or "ranks 1, 3".
+pub fn plural_ranks(ranks: &[usize]) -> String {
+    let list: Vec<String> = ranks.iter().map(ToString::to_string).collect();
+    format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, list.join(", "))
+}
+
+/// How a process ended.
+pub fn ending(status: Option<ExitStatus>) -> String {
     match status {
         Some(status) => match (status.code(), status.signal()) {
             (Some(code), _) => format!("ended with exit code {code}"),
@@ -426,7 +490,7 @@ mod tests {
     fn last_lines_are_kept() {
         let text: String = (0..50).map(|i| format!("line {i}\n")).collect();
         let lines = Lines::default();
-        keep_lines(0, Box::new(std::io::Cursor::new(text)), &lines, false);
+        keep_lines(0, Box::new(std::io::Cursor::new(text)), &lines, Echo::Silent);
         let lines = lines.lock().unwrap();
         assert_eq!((lines.len(), lines[0].as_str(), lines[LINES - 1].as_str()), (LINES, "line 30", "line 49"));
     }

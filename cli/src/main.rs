@@ -1,6 +1,7 @@
 //! The `nvte-ep` command.
 //!
-//! `run` takes a mixture-of-experts layer through libnvte_ep.so on several ranks and checks every output.
+//! `run` takes a mixture-of-experts layer through libnvte_ep.so on several ranks and checks every output; `launch`,
+//! [`program`], starts any program on several ranks.
 //! [`args`]: the command line. [`runtime`]: CUDA or host. [`launch`], [`rendezvous`]: the ranks. [`library`],
 //! [`device`]: what they call. [`step`]: what a rank does. [`routing`]: its inputs. [`experts`]: the experts.
 //! [`mod@reference`], [`emulate`], [`compare`]: what should come out. [`report`], [`digest`]: what is printed.
@@ -15,6 +16,7 @@ mod experts;
 mod launch;
 mod library;
 mod parallel;
+mod program;
 mod progress;
 mod reference;
 mod rendezvous;
@@ -80,7 +82,15 @@ fn main() -> ExitCode {
         runtime::probe_main();
         return ExitCode::SUCCESS;
     }
-    let Command::Run(args) = Cli::parse().command;
+    let args = match Cli::parse().command {
+        Command::Run(args) => args,
+        Command::Launch(args) => {
+            return program::run(&args).unwrap_or_else(|error| {
+                eprintln!("nvte-ep launch: {error}");
+                ExitCode::FAILURE
+            });
+        }
+    };
     let outcome = match std::env::var(launch::TICKET_VARIABLE) {
         Ok(ticket) => started_rank(&args, &ticket),
         Err(_) => match launch::detect(|name| std::env::var(name).ok()) {

@@ -134,3 +134,55 @@ fn time_runs_out() {
     assert_eq!(output.status.code(), Some(1), "{printed}");
     assert!(printed.contains("time ran out after 1 s"), "{printed}");
 }
+
+/// A run of two ranks of which rank 1 has a fault.
+fn faulty(rules: &str) -> (Option<i32>, String) {
+    let output = command(&small(&["--timeout=60"]))
+        .env("NVTE_EP_HOST_FAULT", rules)
+        .env("NVTE_EP_HOST_TIMEOUT_MS", "1500")
+        .output()
+        .unwrap();
+    (output.status.code(), text(&output.stdout) + &text(&output.stderr))
+}
+
+#[test]
+fn a_rank_that_dies_in_dispatch_is_named_by_its_peer() {
+    let start = std::time::Instant::now();
+    let (code, printed) = faulty("rank=1,call=ncclEpDispatch,nth=2,do=kill");
+    assert_eq!(code, Some(1), "{printed}");
+    assert!(printed.contains("rank 0 failed: cuStreamSynchronize returned 719"), "{printed}");
+    assert!(printed.contains("the process of rank 1 (pid "), "{printed}");
+    assert!(printed.contains("was ended by signal 9"), "{printed}");
+    assert!(start.elapsed().as_secs() < 30);
+}
+
+#[test]
+fn a_rank_that_stops_in_dispatch_is_named_after_the_time_out() {
+    let (code, printed) = faulty("rank=1,call=ncclEpDispatch,nth=2,do=stop");
+    assert_eq!(code, Some(1), "{printed}");
+    assert!(printed.contains("rank 1 did not arrive within 1500 ms"), "{printed}");
+}
+
+#[test]
+fn a_call_that_fails_ends_both_ranks_with_words() {
+    let (code, printed) = faulty("rank=1,call=ncclEpCombine,do=fail,code=3");
+    assert_eq!(code, Some(1), "{printed}");
+    assert!(printed.contains("ncclEpCombine: rank 1: asked for by NVTE_EP_HOST_FAULT"), "{printed}");
+}
+
+#[test]
+fn without_nvcc_initialize_refuses_on_every_rank() {
+    let (code, printed) = faulty("rank=1,missing=nvcc");
+    assert_eq!(code, Some(1), "{printed}");
+    let words = "ranks 0, 1 failed: nvte_ep_initialize: rank 1 cannot take part: NCCL EP compiles its kernels at run time \
+                 and needs nvcc (hidden by NVTE_EP_HOST_FAULT)";
+    assert!(printed.contains(words), "{printed}");
+    assert!(!printed.contains("signal"), "{printed}");
+}
+
+#[test]
+fn faults_that_cannot_be_read_are_refused() {
+    let (code, printed) = faulty("rank=1,call=ncclEpDispatch,do=vanish");
+    assert_eq!(code, Some(1), "{printed}");
+    assert!(printed.contains("do must be delay, stop, kill, abort, exit or fail, got \"vanish\""), "{printed}");
+}

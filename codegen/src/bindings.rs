@@ -11,7 +11,8 @@ const FUNCTIONS: &[&str] = &[
     "ncclGetUniqueId",
     "ncclGetErrorString",
     "ncclGetLastError",
-    "ncclCommInitRank",
+    "ncclCommInit(Rank|RankConfig|All)",
+    "ncclCommSplit",
     "ncclCommFinalize",
     "ncclCommDestroy",
     "ncclCommAbort",
@@ -19,9 +20,12 @@ const FUNCTIONS: &[&str] = &[
     "ncclCommCount",
     "ncclCommUserRank",
     "ncclCommCuDevice",
+    "ncclCommQueryProperties",
     "ncclAllGather",
     "ncclAllReduce",
     "ncclBroadcast",
+    "ncclReduce(Scatter)?",
+    "nccl(Send|Recv)",
     "ncclGroupStart",
     "ncclGroupEnd",
     "ncclMemAlloc",
@@ -43,10 +47,12 @@ const TYPES: &[&str] = &[
     "cudaDeviceAttr",
     "cudaStreamCaptureStatus",
     "cudaPointerAttributes",
+    "cudaGraphExecUpdate(Result|ResultInfo)",
     "nccl(DataType|RedOp|Result)_t",
     "CU(stream|event)_flags",
 ];
 const CONSTANTS: &[&str] = &[
+    "NCCL_(API_MAGIC|CONFIG_UNDEF_INT|SPLIT_NOCOLOR)",
     "NCCL_(MAJOR|MINOR|PATCH|VERSION_CODE|UNIQUE_ID_BYTES)",
     "NCCL_WIN_.*",
     "NCCL_EP_(MAJOR|MINOR|PATCH|VERSION|API_VERSION)",
@@ -55,7 +61,10 @@ const CONSTANTS: &[&str] = &[
 
 pub fn generate(wheels: &Path) -> Result<Output, String> {
     let mut builder = bindgen::Builder::default()
-        .header_contents("wrapper.h", "#include <nccl_ep.h>\n#include <cuda_runtime_api.h>\n")
+        .header_contents(
+            "wrapper.h",
+            "#include <nccl_ep.h>\n#include <nccl_device/core.h>\n#include <cuda_runtime_api.h>\n",
+        )
         .generate_comments(false)
         .default_enum_style(EnumVariation::Consts)
         .prepend_enum_name(false)

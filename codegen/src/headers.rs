@@ -28,9 +28,24 @@ const NCCL_WINDOW: &str = "struct ncclWindow_vidmem;\n/** An NCCL window; nccl.h
                            typedef struct ncclWindow_vidmem *ncclWindow_t;";
 
 /// What the CUDA headers only declare; cbindgen would give bindgen's stand-ins a body.
-const CUDA_OPAQUE: &str = "typedef struct CUstream_st CUstream_st;\ntypedef struct CUevent_st CUevent_st;";
-const NCCL_OPAQUE: &str = "typedef struct ncclComm ncclComm;\ntypedef struct ncclWindow_vidmem ncclWindow_vidmem;";
-const OPAQUE: &[&str] = &["CUstream_st", "CUevent_st", "ncclComm", "ncclWindow_vidmem"];
+const CUDA_OPAQUE: &str = "typedef struct CUstream_st CUstream_st;\ntypedef struct CUevent_st CUevent_st;\n\
+                           typedef struct CUgraphNode_st CUgraphNode_st;";
+const NCCL_OPAQUE: &str = "#include <stdbool.h>\n\ntypedef struct ncclComm ncclComm;\ntypedef struct ncclWindow_vidmem ncclWindow_vidmem;\n\n\
+                           /** A setting that is left to the library. */\n\
+                           #define NCCL_CONFIG_UNDEF_INT (-2147483647 - 1)\n\
+                           #define NCCL_CONFIG_UNDEF_PTR 0\n\
+                           /** Starting value of a configuration. */\n\
+                           #define NCCL_CONFIG_INITIALIZER \\\n\
+                           \x20 {sizeof(ncclConfig_t), NCCL_API_MAGIC, NCCL_VERSION_CODE, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, \\\n\
+                           \x20  NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_PTR, NCCL_CONFIG_UNDEF_INT, \\\n\
+                           \x20  NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_PTR, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, \\\n\
+                           \x20  NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, \\\n\
+                           \x20  NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT}\n\
+                           /** Starting value of properties to ask for. */\n\
+                           #define NCCL_COMM_PROPERTIES_INITIALIZER \\\n\
+                           \x20 {sizeof(ncclCommProperties_t), NCCL_API_MAGIC, NCCL_VERSION_CODE, 0, 0, 0, 0, 0, 0, \\\n\
+                           \x20  NCCL_GIN_TYPE_NONE, 0, 0, NCCL_GIN_TYPE_NONE}";
+const OPAQUE: &[&str] = &["CUstream_st", "CUevent_st", "CUgraphNode_st", "ncclComm", "ncclWindow_vidmem"];
 
 const HEADERS: &[Header] = &[
     Header {
@@ -124,7 +139,18 @@ const HEADERS: &[Header] = &[
         includes: &["cuda_runtime_api.h"],
         foreign: NCCL_OPAQUE,
         exclude: &["VERSION"],
-        bindings: &["nccl", "NCCL_MAJOR", "NCCL_MINOR", "NCCL_PATCH", "NCCL_VERSION", "NCCL_UNIQUE", "NCCL_WIN"],
+        bindings: &[
+            "nccl",
+            "NCCL_API",
+            "NCCL_GIN",
+            "NCCL_MAJOR",
+            "NCCL_MINOR",
+            "NCCL_PATCH",
+            "NCCL_SPLIT",
+            "NCCL_UNIQUE",
+            "NCCL_VERSION",
+            "NCCL_WIN",
+        ],
     },
     Header {
         path: "nvte_ep_host/nvte_ep_host.h",

@@ -8,6 +8,8 @@
 //! Bulk data lives in memory files that peers open through `/proc/<pid>/fd`, so the size of /dev/shm does not matter;
 //! they are opened when the channel is made, so a rank may exit while slower peers still read what it offered.
 
+pub mod pairs;
+
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -32,6 +34,8 @@ const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
 const LIVENESS_PERIOD: Duration = Duration::from_millis(200);
 /// Most ranks of a channel.
 pub const MAX_RANKS: usize = 1024;
+/// Bytes that a rank offers at a time where an operation has more: bounds the staging, and keeps it in the caches.
+pub const PIECE_BYTES: usize = 4 << 20;
 /// Marks a control block and its format.
 const MAGIC: u32 = 0x4e56_0002;
 
@@ -96,6 +100,9 @@ struct Seat {
     start_time: AtomicU64,
     /// Descriptor numbers, in process `pid`, of the two staging files.
     staging: [AtomicU32; 2],
+    /// 1 + the descriptor number of the outbox, once there is one.
+    outbox: AtomicU32,
+    reserved: AtomicU32,
     /// Barriers that the rank has reached.
     arrived: AtomicU64,
     /// Operations that it is done with.
@@ -175,6 +182,7 @@ fn system(what: &str, error: &io::Error) -> Fault {
 }
 
 /// A rank's own staging file of one parity.
+#[derive(Debug)]
 struct Staging {
     fd: OwnedFd,
     map: Option<Mapping>,
@@ -257,6 +265,7 @@ pub struct Channel {
     pub replay: u64,
     own: [Staging; 2],
     peers: Vec<Option<[PeerStaging; 2]>>,
+    pairs: pairs::Pairs,
 }
 
 impl std::fmt::Debug for Channel {
@@ -312,12 +321,13 @@ impl Channel {
         met
     }
 
-    /// Makes a channel over the ranks of this one; collective.
-    pub fn split(&mut self, what: &str, label: String) -> Outcome<Self> {
-        let ranks = self.ranks();
-        let fd = if self.rank == 0 {
+    /// Makes a channel over `members`, ranks of this one in the order of their new numbers; collective over all ranks of
+    /// this one, and nothing for those that are not among their own `members`.
+    pub fn split(&mut self, what: &str, members: &[usize], label: String) -> Outcome<Option<Self>> {
+        let rank = members.iter().position(|member| *member == self.rank);
+        let fd = if rank == Some(0) {
             let fd = sys::memfd("nvte-ep-control").map_err(|e| system("cannot create a control block", &e))?;
-            sys::reserve(fd.as_fd(), Control::bytes(ranks))
+            sys::reserve(fd.as_fd(), Control::bytes(members.len()))
                 .map_err(|e| system("cannot reserve a control block", &e))?;
             Some(fd)
         } else {
@@ -325,18 +335,21 @@ impl Channel {
         };
         let number = fd.as_ref().map_or(0, |fd| fd.as_raw_fd() as u64);
         self.exchange(&format!("{what}: shared control block"), [number, 0, 0, 0], 0)?;
+        let Some(rank) = rank else { return Ok(None) };
         let fd = match fd {
             Some(fd) => fd,
             None => {
-                let root = self.offer(0)?.args[0] as u32;
-                let pid = self.control.seats()[0].pid.load(Ordering::Relaxed);
-                sys::open_fd_of(pid, root).map_err(|e| system("cannot open rank 0's control block", &e))?
+                let first = members[0];
+                let root = self.offer(first)?.args[0] as u32;
+                let pid = self.control.seats()[first].pid.load(Ordering::Relaxed);
+                sys::open_fd_of(pid, root)
+                    .map_err(|e| system(&format!("cannot open rank {first}'s control block"), &e))?
             }
         };
-        let joined = Control::open(&fd, self.rank, ranks).and_then(|control| Self::join(control, self.rank, label));
-        // Rank 0 keeps its descriptor until everyone has joined, which `join` waits for.
+        let joined = Control::open(&fd, rank, members.len()).and_then(|control| Self::join(control, rank, label));
+        // The first member keeps its descriptor until everyone has joined, which `join` waits for.
         drop(fd);
-        joined
+        joined.map(Some)
     }
 
     fn join(control: Control, rank: usize, label: String) -> Outcome<Self> {
@@ -365,6 +378,7 @@ impl Channel {
             replay: 0,
             own,
             peers: Vec::new(),
+            pairs: pairs::Pairs::default(),
         };
         let what = format!("{}: rendezvous", channel.label);
         channel.wait(&what, |seat| seat.state.load(Ordering::SeqCst) == SEAT_READY)?;
@@ -601,8 +615,8 @@ impl Channel {
                     if !there(&self.control.seats()[*dead]) {
                         let pid = self.control.seats()[*dead].pid.load(Ordering::Relaxed);
                         let text = format!("{what}: the process of rank {dead} (pid {pid}) has ended");
-                        self.control.fail(self.rank, &text);
-                        return Err(Fault::both(cudaErrorLaunchFailure, ncclRemoteError, text));
+                        let fault = Fault::both(cudaErrorLaunchFailure, ncclRemoteError, text);
+                        return Err(self.end(fault.breaks(Rule::MissingRank)));
                     }
                 }
             }

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 
 use crate::fault::{self, Fault, Outcome};
 use crate::memory::{self, POISON, Span};
-use crate::{comm, device};
+use crate::{comm, device, inject};
 
 /// Environment variable with the [`Policy`].
 pub const POLICY_VARIABLE: &str = "NVTE_EP_HOST_CHECK";
@@ -204,7 +204,7 @@ impl Call {
     pub fn enter<W>(work: &W) -> Self {
         let outermost = CALL.get().is_empty();
         if outermost {
-            CALL.set(function_of(std::any::type_name_of_val(work)));
+            CALL.set(inject::function_of(std::any::type_name_of_val(work)).unwrap_or_default());
             RANK.set(None);
         }
         Self { outermost }
@@ -217,12 +217,6 @@ impl Drop for Call {
             CALL.set("");
         }
     }
-}
-
-/// Name of the function in which a closure is written, from the name of the closure's type.
-fn function_of(closure: &'static str) -> &'static str {
-    let function = closure.split("::{{closure}}").next().unwrap_or(closure);
-    function.rsplit("::").next().unwrap_or(function)
 }
 
 /// Notes as which rank the calling thread acts.
@@ -364,14 +358,6 @@ mod tests {
             assert_eq!(*rule as usize, index);
             assert!(Rule::ALL[..index].iter().all(|other| other.name() != rule.name()), "{}", rule.name());
         }
-    }
-
-    #[test]
-    fn a_closure_knows_its_function() {
-        let inner = || ();
-        assert_eq!(function_of(std::any::type_name_of_val(&inner)), "a_closure_knows_its_function");
-        let nested = || std::any::type_name_of_val(&|| ());
-        assert_eq!(function_of(nested()), "a_closure_knows_its_function");
     }
 
     #[test]

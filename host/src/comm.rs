@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::ops::Range;
 use std::os::fd::AsFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
@@ -12,12 +13,14 @@ use std::sync::{Arc, LazyLock};
 use nvte_ep_bindings::*;
 use parking_lot::Mutex;
 
-use crate::channel::{self, Breaker, Channel};
+use crate::channel::pairs::{Direction, Transfer};
+use crate::channel::{self, Breaker, Channel, PIECE_BYTES};
 use crate::check::{self, Rule};
 use crate::device::{self, Device};
 use crate::dtype::{self, Reduction};
 use crate::fault::{Fault, Outcome};
 use crate::graph::{self, Action};
+use crate::inject;
 use crate::memory::{self, Span};
 use crate::order;
 use crate::stats::{self, Counters};
@@ -98,6 +101,7 @@ impl Line {
                 enqueue: Arc::new(move |stream, after| state.push(stream, after, counter, Arc::clone(&run))),
                 spans: spans.to_vec(),
                 breaker: Some(self.0.breaker.clone()),
+                memory: None,
             }
         };
         if graph::record(stream, action)? {
@@ -283,8 +287,13 @@ struct Creation {
 /// A collective set-up call that waits for `ncclGroupEnd`; it writes its result through the caller's pointer.
 type Deferred = Box<dyn FnOnce() -> Outcome<()> + Send>;
 
+/// A transfer, with what it was called on.
+type Pending = (Arc<Comm>, Arc<Stream>, Transfer);
+
 thread_local! {
     static GROUP: RefCell<(u32, Vec<Deferred>)> = const { RefCell::new((0, Vec::new())) };
+    /// Transfers between two ranks that wait for `ncclGroupEnd`.
+    static TRANSFERS: RefCell<Vec<Pending>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Does a collective set-up now, or when the group of the calling thread ends.
@@ -385,6 +394,157 @@ impl Comm {
             unsafe { (out as *mut ncclComm_t).write(comm as ncclComm_t) };
             Ok(())
         })
+    }
+
+    /// `ncclCommInitRankConfig`: as `ncclCommInitRank`; nothing that a configuration can ask for has a meaning here.
+    ///
+    /// # Safety
+    ///
+    /// As [`Comm::init_rank`]; `config` is null or points to a structure as long as its `size` field says.
+    pub unsafe fn init_rank_config(
+        out: *mut ncclComm_t,
+        ranks: i32,
+        id: ncclUniqueId,
+        rank: i32,
+        config: *const ncclConfig_t,
+    ) -> Outcome<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { check_header(config.cast(), "ncclCommInitRankConfig: config") }?;
+        // SAFETY: passed on to the caller.
+        unsafe { Self::init_rank(out, ranks, id, rank) }
+    }
+
+    /// `ncclCommInitAll`.
+    ///
+    /// # Safety
+    ///
+    /// `out` has room for `devices` communicators; `list` is null or holds as many ordinals.
+    pub unsafe fn init_all(out: *mut ncclComm_t, devices: i32, list: *const i32) -> Outcome<()> {
+        if out.is_null() || devices < 1 {
+            return Err(usage(format!("ncclCommInitAll: {devices} devices, result at {out:p}")));
+        }
+        let chosen: Vec<i32> = if list.is_null() {
+            (0..devices).collect()
+        } else {
+            // SAFETY: the caller vouches for the list.
+            unsafe { std::slice::from_raw_parts(list, devices as usize) }.to_vec()
+        };
+        let here = device::selected().ordinal;
+        let id = unique_id()?;
+        group_start();
+        let begun = chosen.iter().enumerate().try_for_each(|(rank, ordinal)| {
+            device::select(*ordinal)?;
+            // SAFETY: the caller vouches for the place of each communicator.
+            unsafe { Self::init_rank(out.wrapping_add(rank), devices, id, rank as i32) }
+        });
+        if begun.is_err() {
+            // Those that were to be made would wait for the others.
+            GROUP.with_borrow_mut(|(_, list)| list.clear());
+        }
+        let ended = group_end();
+        device::select(here)?;
+        begun.and(ended)
+    }
+
+    /// `ncclCommSplit`: collective; a rank without a color gets no communicator. Inside a group it is done when that ends.
+    ///
+    /// # Safety
+    ///
+    /// `out` must be writable, inside a group until it ends; `config` is null or points to a structure as long as its
+    /// `size` field says.
+    pub unsafe fn split(
+        self: &Arc<Self>,
+        color: i32,
+        key: i32,
+        out: *mut ncclComm_t,
+        config: *const ncclConfig_t,
+    ) -> Outcome<()> {
+        const FUNCTION: &str = "ncclCommSplit";
+        // SAFETY: passed on to the caller.
+        unsafe { check_header(config.cast(), "ncclCommSplit: config") }?;
+        if out.is_null() {
+            return Err(usage(format!("{FUNCTION}: newcomm is null")));
+        }
+        if color < 0 && color != NCCL_SPLIT_NOCOLOR {
+            return Err(usage(format!("{FUNCTION}: color {color} is negative and not NCCL_SPLIT_NOCOLOR")));
+        }
+        self.device.check()?;
+        graph::refuse_unsafe(FUNCTION)?;
+        let (comm, out) = (Arc::clone(self), out as usize);
+        now_or_at_group_end(move || {
+            let channel = comm.line.run(|channel| {
+                channel.exchange(FUNCTION, [color as u32 as u64, key as u32 as u64, 0, 0], 0)?;
+                let mut members = Vec::new();
+                for rank in 0..channel.ranks() {
+                    let [theirs, key, ..] = channel.offer(rank)?.args;
+                    if theirs as u32 as i32 == color && color != NCCL_SPLIT_NOCOLOR {
+                        members.push((key as u32 as i32, rank));
+                    }
+                }
+                members.sort_unstable();
+                let members: Vec<usize> = members.into_iter().map(|(_, rank)| rank).collect();
+                let label = format!("communicator of {} ranks", members.len());
+                channel.split(FUNCTION, &members, label)
+            })?;
+            let made = channel.map_or(0, |channel| Self::keep(channel, comm.device));
+            // SAFETY: the caller vouches for `out`, inside a group until it ends.
+            unsafe { (out as *mut ncclComm_t).write(made as ncclComm_t) };
+            Ok(())
+        })
+    }
+
+    /// Makes a communicator known; gives its handle.
+    fn keep(channel: Channel, device: &'static Device) -> usize {
+        let status = Arc::new(Status::default());
+        let comm = Arc::new(Self {
+            rank: channel.rank(),
+            ranks: channel.ranks(),
+            device,
+            line: Line::new(channel, Arc::clone(&status)),
+            status,
+            windows: Mutex::default(),
+            symmetric_windows: AtomicU64::new(0),
+        });
+        let handle = Arc::as_ptr(&comm) as usize;
+        COMMS.lock().insert(handle, comm);
+        stats::count(|s| &s.comms_created);
+        handle
+    }
+
+    /// `ncclCommQueryProperties`.
+    ///
+    /// # Safety
+    ///
+    /// `properties` is null or points to a structure as long as its `size` field says.
+    pub unsafe fn query_properties(&self, properties: *mut ncclCommProperties_t) -> Outcome<()> {
+        const NAME: &str = "ncclCommQueryProperties: props";
+        if properties.is_null() {
+            return Err(usage(format!("{NAME} is null")));
+        }
+        // SAFETY: passed on to the caller.
+        let size = unsafe { check_header(properties.cast(), NAME) }?;
+        if size < size_of::<ncclCommProperties_t>() {
+            let needed = size_of::<ncclCommProperties_t>();
+            return Err(usage(format!("{NAME}.size is {size}, at least {needed} is needed")));
+        }
+        let answer = ncclCommProperties_t {
+            rank: self.rank as i32,
+            nRanks: self.ranks as i32,
+            cudaDev: self.device.ordinal,
+            nvmlDev: self.device.ordinal,
+            // What EP programs ask for before they create a group.
+            deviceApiSupport: true,
+            multimemSupport: false,
+            ginType: NCCL_GIN_TYPE_NONE,
+            nLsaTeams: 1,
+            hostRmaSupport: false,
+            railedGinType: NCCL_GIN_TYPE_NONE,
+            // SAFETY: the caller vouches for as many bytes as the size says.
+            ..unsafe { properties.read() }
+        };
+        // SAFETY: as above.
+        unsafe { properties.write(answer) };
+        Ok(())
     }
 
     /// The communicator that a handle names.
@@ -588,10 +748,12 @@ impl Comm {
         let receive = unsafe { span("ncclAllGather", "recvbuff", receive, total) }?;
         let what = format!("ncclAllGather(sendcount={count}, datatype={})", dtype::name(datatype));
         self.collective(stream, &[send, receive], move |channel| {
-            send.read(0, channel.stage(bytes)?);
-            channel.exchange(&what, [0; 4], bytes)?;
-            for rank in 0..channel.ranks() {
-                receive.write(rank * bytes, channel.offer(rank)?.bytes);
+            for piece in pieces(bytes, PIECE_BYTES) {
+                send.read(piece.start, channel.stage(piece.len())?);
+                channel.exchange(&what, [0; 4], piece.len())?;
+                for rank in 0..channel.ranks() {
+                    receive.write(rank * bytes + piece.start, channel.offer(rank)?.bytes);
+                }
             }
             Ok(())
         })
@@ -612,27 +774,151 @@ impl Comm {
         stream: &Arc<Stream>,
     ) -> Outcome<()> {
         let bytes = Self::checked_bytes("ncclAllReduce", count, datatype)?;
-        let reduction = Reduction::from_nccl(op)
-            .ok_or_else(|| usage(format!("ncclAllReduce: reduction {op} is not supported by the host runtime")))?;
-        if !dtype::reducible(datatype) {
-            let text = format!("ncclAllReduce: {} is not supported by the host runtime", dtype::name(datatype));
-            return Err(usage(text));
-        }
+        let reduction = Self::checked_reduction("ncclAllReduce", datatype, op)?;
         // SAFETY: the caller vouches for `send`.
         let send = unsafe { span("ncclAllReduce", "sendbuff", send, bytes) }?;
         // SAFETY: the caller vouches for `receive`.
         let receive = unsafe { span("ncclAllReduce", "recvbuff", receive, bytes) }?;
         let what = format!("ncclAllReduce(count={count}, datatype={}, op={reduction:?})", dtype::name(datatype));
         self.collective(stream, &[send, receive], move |channel| {
-            send.read(0, channel.stage(bytes)?);
-            channel.exchange(&what, [0; 4], bytes)?;
-            let inputs =
-                (0..channel.ranks()).map(|rank| Ok(channel.offer(rank)?.bytes)).collect::<Outcome<Vec<&[u8]>>>()?;
-            let mut output = vec![0u8; bytes];
-            dtype::reduce(datatype, reduction, &inputs, &mut output);
-            receive.write(0, &output);
+            for piece in pieces(bytes, PIECE_BYTES) {
+                send.read(piece.start, channel.stage(piece.len())?);
+                channel.exchange(&what, [0; 4], piece.len())?;
+                reduce_offers(channel, datatype, reduction, 0..piece.len(), &receive, piece.start)?;
+            }
             Ok(())
         })
+    }
+
+    /// A reduction that this library does on this type.
+    fn checked_reduction(function: &str, datatype: ncclDataType_t, op: ncclRedOp_t) -> Outcome<Reduction> {
+        let reduction = Reduction::from_nccl(op)
+            .ok_or_else(|| usage(format!("{function}: reduction {op} is not supported by the host runtime")))?;
+        if !dtype::reducible(datatype) {
+            let text = format!("{function}: {} is not supported by the host runtime", dtype::name(datatype));
+            return Err(usage(text));
+        }
+        Ok(reduction)
+    }
+
+    fn checked_rank(&self, function: &str, argument: &str, rank: i32) -> Outcome<usize> {
+        let known = usize::try_from(rank).ok().filter(|rank| *rank < self.ranks);
+        known.ok_or_else(|| usage(format!("{function}: {argument} {rank} of {} ranks", self.ranks)))
+    }
+
+    /// `ncclReduce`.
+    ///
+    /// # Safety
+    ///
+    /// `send`, and on the root `receive` (`count` elements each), must stay valid until the stream has got there.
+    #[expect(clippy::too_many_arguments, reason = "those of the C function")]
+    pub unsafe fn reduce(
+        &self,
+        send: *const c_void,
+        receive: *mut c_void,
+        count: usize,
+        datatype: ncclDataType_t,
+        op: ncclRedOp_t,
+        root: i32,
+        stream: &Arc<Stream>,
+    ) -> Outcome<()> {
+        let bytes = Self::checked_bytes("ncclReduce", count, datatype)?;
+        let reduction = Self::checked_reduction("ncclReduce", datatype, op)?;
+        let root = self.checked_rank("ncclReduce", "root", root)?;
+        let is_root = root == self.rank;
+        // SAFETY: the caller vouches for `send`.
+        let send = unsafe { span("ncclReduce", "sendbuff", send, bytes) }?;
+        // SAFETY: the caller vouches for `receive` on the root; elsewhere it is not looked at.
+        let receive = unsafe { span("ncclReduce", "recvbuff", receive, if is_root { bytes } else { 0 }) }?;
+        let name = dtype::name(datatype);
+        let what = format!("ncclReduce(count={count}, datatype={name}, op={reduction:?}, root={root})");
+        self.collective(stream, &[send, receive], move |channel| {
+            for piece in pieces(bytes, PIECE_BYTES) {
+                send.read(piece.start, channel.stage(piece.len())?);
+                channel.exchange(&what, [0; 4], piece.len())?;
+                if is_root {
+                    reduce_offers(channel, datatype, reduction, 0..piece.len(), &receive, piece.start)?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// `ncclReduceScatter`.
+    ///
+    /// # Safety
+    ///
+    /// `send` (`count` elements for each rank) and `receive` (`count`) must stay valid until the stream has got there.
+    pub unsafe fn reduce_scatter(
+        &self,
+        send: *const c_void,
+        receive: *mut c_void,
+        count: usize,
+        datatype: ncclDataType_t,
+        op: ncclRedOp_t,
+        stream: &Arc<Stream>,
+    ) -> Outcome<()> {
+        let bytes = Self::checked_bytes("ncclReduceScatter", count, datatype)?;
+        let reduction = Self::checked_reduction("ncclReduceScatter", datatype, op)?;
+        let (rank, ranks) = (self.rank, self.ranks);
+        let total = bytes
+            .checked_mul(ranks)
+            .ok_or_else(|| usage(format!("ncclReduceScatter: recvcount {count} is too large")))?;
+        // SAFETY: the caller vouches for `send`.
+        let send = unsafe { span("ncclReduceScatter", "sendbuff", send, total) }?;
+        // SAFETY: the caller vouches for `receive`.
+        let receive = unsafe { span("ncclReduceScatter", "recvbuff", receive, bytes) }?;
+        let what =
+            format!("ncclReduceScatter(recvcount={count}, datatype={}, op={reduction:?})", dtype::name(datatype));
+        // Whole elements of any type.
+        let most = (PIECE_BYTES / ranks).next_multiple_of(8);
+        self.collective(stream, &[send, receive], move |channel| {
+            for piece in pieces(bytes, most) {
+                let length = piece.len();
+                let staged = channel.stage(length * ranks)?;
+                for (to, part) in staged.chunks_exact_mut(length.max(1)).enumerate() {
+                    send.read(to * bytes + piece.start, part);
+                }
+                channel.exchange(&what, [0; 4], length * ranks)?;
+                reduce_offers(channel, datatype, reduction, rank * length..(rank + 1) * length, &receive, piece.start)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// `ncclSend` and `ncclRecv`: inside a group the transfers go on side by side when it ends.
+    ///
+    /// # Safety
+    ///
+    /// `buffer` (`count` elements) must stay valid until the stream has got there.
+    pub unsafe fn transfer(
+        self: &Arc<Self>,
+        direction: Direction,
+        buffer: *const c_void,
+        count: usize,
+        datatype: ncclDataType_t,
+        peer: i32,
+        stream: &Arc<Stream>,
+    ) -> Outcome<()> {
+        let (function, argument) = match direction {
+            Direction::Send => ("ncclSend", "sendbuff"),
+            Direction::Receive => ("ncclRecv", "recvbuff"),
+        };
+        let bytes = Self::checked_bytes(function, count, datatype)?;
+        let peer = self.checked_rank(function, "peer", peer)?;
+        // SAFETY: the caller vouches for the buffer.
+        let span = unsafe { span(function, argument, buffer, bytes) }?;
+        let transfer = Transfer { direction, peer, span, count, datatype };
+        if GROUP.with_borrow(|(depth, _)| *depth > 0) {
+            TRANSFERS.with_borrow_mut(|list| list.push((Arc::clone(self), Arc::clone(stream), transfer)));
+            return Ok(());
+        }
+        self.transfer_all(vec![transfer], stream)
+    }
+
+    fn transfer_all(&self, batch: Vec<Transfer>, stream: &Arc<Stream>) -> Outcome<()> {
+        let spans: Vec<Span> = batch.iter().map(|transfer| transfer.span).collect();
+        self.collective(stream, &spans, move |channel| channel.transfer(&batch))
     }
 
     /// `ncclBroadcast`.
@@ -650,10 +936,7 @@ impl Comm {
         stream: &Arc<Stream>,
     ) -> Outcome<()> {
         let bytes = Self::checked_bytes("ncclBroadcast", count, datatype)?;
-        let root = usize::try_from(root)
-            .ok()
-            .filter(|root| *root < self.ranks)
-            .ok_or_else(|| usage(format!("ncclBroadcast: root {root} of {} ranks", self.ranks)))?;
+        let root = self.checked_rank("ncclBroadcast", "root", root)?;
         let is_root = root == self.rank;
         // SAFETY: the caller vouches for `send` on the root; elsewhere it is not looked at.
         let send = unsafe { span("ncclBroadcast", "sendbuff", send, if is_root { bytes } else { 0 }) }?;
@@ -661,12 +944,61 @@ impl Comm {
         let receive = unsafe { span("ncclBroadcast", "recvbuff", receive, bytes) }?;
         let what = format!("ncclBroadcast(count={count}, datatype={}, root={root})", dtype::name(datatype));
         self.collective(stream, &[send, receive], move |channel| {
-            send.read(0, channel.stage(send.byte_len())?);
-            channel.exchange(&what, [0; 4], send.byte_len())?;
-            receive.write(0, channel.offer(root)?.bytes);
+            for piece in pieces(bytes, PIECE_BYTES) {
+                let own = if is_root { piece.len() } else { 0 };
+                send.read(if is_root { piece.start } else { 0 }, channel.stage(own)?);
+                channel.exchange(&what, [0; 4], own)?;
+                receive.write(piece.start, channel.offer(root)?.bytes);
+            }
             Ok(())
         })
     }
+}
+
+/// The parts in which `bytes` bytes travel: at least one, so that ranks meet even for nothing.
+fn pieces(bytes: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..bytes.max(1)).step_by(most).map(move |start| start..(start + most).min(bytes))
+}
+
+/// Reduces `part` of what each rank offers into `receive`, at `offset`.
+fn reduce_offers(
+    channel: &Channel,
+    datatype: ncclDataType_t,
+    reduction: Reduction,
+    part: Range<usize>,
+    receive: &Span,
+    offset: usize,
+) -> Outcome<()> {
+    let offer = |rank| channel.offer(rank).map(|offer| &offer.bytes[part.clone()]);
+    let inputs = (0..channel.ranks()).map(offer).collect::<Outcome<Vec<&[u8]>>>()?;
+    let mut output = vec![0u8; part.len()];
+    dtype::reduce(datatype, reduction, &inputs, &mut output);
+    receive.write(offset, &output);
+    Ok(())
+}
+
+/// Size of a structure of NCCL's that starts with its size and a magic number; 0 for a null pointer.
+///
+/// # Safety
+///
+/// `pointer` is null or points to such a structure.
+unsafe fn check_header(pointer: *const c_void, name: &str) -> Outcome<usize> {
+    #[repr(C)]
+    #[derive(Clone, Copy)]
+    struct Header {
+        size: usize,
+        magic: u32,
+    }
+    if pointer.is_null() {
+        return Ok(0);
+    }
+    // SAFETY: the caller vouches for the two fields.
+    let Header { size, magic } = unsafe { pointer.cast::<Header>().read() };
+    if magic != NCCL_API_MAGIC {
+        let text = format!("{name}.magic is {magic:#x}, not {NCCL_API_MAGIC:#x}: start from its initializer");
+        return Err(usage(text));
+    }
+    Ok(size)
 }
 
 /// # Safety
@@ -681,22 +1013,9 @@ impl Creation {
     fn create(&self) -> Outcome<usize> {
         let path = rendezvous_path(&self.id)?;
         let (rank, ranks) = (self.rank as usize, self.ranks as usize);
+        inject::note_rank(self.device.ordinal, rank);
         let label = format!("communicator of {ranks} ranks");
-        let channel = Channel::meet(&path, rank, ranks, label)?;
-        let status = Arc::new(Status::default());
-        let comm = Arc::new(Comm {
-            rank,
-            ranks,
-            device: self.device,
-            line: Line::new(channel, Arc::clone(&status)),
-            status,
-            windows: Mutex::default(),
-            symmetric_windows: AtomicU64::new(0),
-        });
-        let handle = Arc::as_ptr(&comm) as usize;
-        COMMS.lock().insert(handle, comm);
-        stats::count(|s| &s.comms_created);
-        Ok(handle)
+        Ok(Comm::keep(Channel::meet(&path, rank, ranks, label)?, self.device))
     }
 }
 
@@ -705,7 +1024,8 @@ pub fn group_start() {
     GROUP.with_borrow_mut(|(depth, _)| *depth += 1);
 }
 
-/// `ncclGroupEnd`: communicators and windows of the group are set up at the same time, each on a thread of its own.
+/// `ncclGroupEnd`: communicators and windows of the group are set up at the same time, each on a thread of its own;
+/// then the transfers of each communicator are enqueued as one operation.
 pub fn group_end() -> Outcome<()> {
     let jobs = GROUP.with_borrow_mut(|(depth, list)| {
         if *depth == 0 {
@@ -724,5 +1044,21 @@ pub fn group_end() -> Outcome<()> {
             })
             .collect()
     });
-    results.into_iter().rev().find(Result::is_err).unwrap_or(Ok(()))
+    let done = results.into_iter().rev().find(Result::is_err).unwrap_or(Ok(()));
+    if GROUP.with_borrow(|(depth, _)| *depth > 0) {
+        return done;
+    }
+    let mut open = TRANSFERS.take();
+    done?;
+    while let Some((comm, stream)) = open.first().map(|(comm, stream, _)| (Arc::clone(comm), Arc::clone(stream))) {
+        let (own, others): (Vec<_>, Vec<_>) = open.into_iter().partition(|(there, ..)| Arc::ptr_eq(there, &comm));
+        open = others;
+        if own.iter().any(|(_, there, _)| !Arc::ptr_eq(there, &stream)) {
+            let text = "ncclGroupEnd: ncclSend and ncclRecv of one communicator on several streams are not supported \
+                        by the host runtime: use one stream in a group";
+            return Err(Fault::nccl(ncclInvalidUsage, text));
+        }
+        comm.transfer_all(own.into_iter().map(|(_, _, transfer)| transfer).collect(), &stream)?;
+    }
+    Ok(())
 }

@@ -21,8 +21,8 @@ enum Place {
 /// The place of an address; untracked memory counts as device memory where the caller says that it is.
 fn place(address: usize, said_device: bool) -> Place {
     match memory::find(address).map(|allocation| allocation.kind) {
-        Some(Kind::Device | Kind::Nccl) => Place::Device,
-        Some(Kind::Pinned) => Place::Pinned,
+        Some(Kind::Device | Kind::Nccl | Kind::Graph) => Place::Device,
+        Some(Kind::Pinned | Kind::Registered) => Place::Pinned,
         None if said_device => Place::Device,
         None => Place::Pageable,
     }
@@ -97,13 +97,71 @@ pub unsafe fn fill(target: *mut c_void, pattern: &[u8], bytes: usize, stream: &A
     Ok(())
 }
 
+/// A rectangle in memory: rows of `width` bytes, `pitch` bytes apart.
+#[derive(Clone, Copy, Debug)]
+pub struct Rectangle {
+    /// First row.
+    pub base: *const c_void,
+    /// Bytes from one row to the next.
+    pub pitch: usize,
+}
+
+/// Copies `height` rows of `width` bytes in stream order.
+///
+/// # Safety
+///
+/// Both rectangles are valid until the stream has got there.
+pub unsafe fn copy_rows(
+    target: Rectangle,
+    source: Rectangle,
+    width: usize,
+    height: usize,
+    kind: cudaMemcpyKind,
+    stream: &Arc<Stream>,
+) -> Outcome<()> {
+    if kind > cudaMemcpyDefault {
+        return Err(Fault::cuda(cudaErrorInvalidMemcpyDirection, format!("copy direction {kind} is unknown")));
+    }
+    if width > target.pitch || width > source.pitch {
+        let text = format!("rows of {width} bytes do not fit pitches of {} and {}", target.pitch, source.pitch);
+        return Err(Fault::cuda(cudaErrorInvalidPitchValue, text));
+    }
+    if width == 0 || height == 0 {
+        return Ok(());
+    }
+    let span = |rectangle: Rectangle| {
+        let bytes = rectangle.pitch.checked_mul(height - 1).and_then(|bytes| bytes.checked_add(width));
+        let bytes = bytes.ok_or_else(|| Fault::cuda(cudaErrorInvalidValue, "the rectangle is too large"))?;
+        // SAFETY: the caller vouches for both rectangles.
+        unsafe { Span::new(rectangle.base, bytes) }
+    };
+    let (to, from) = (span(target)?, span(source)?);
+    let (to_pitch, from_pitch) = (target.pitch, source.pitch);
+    let pageable = [to, from].iter().any(|span| place(span.address(), false) == Place::Pageable);
+    let done = stream.enqueue(&[to, from], move || {
+        for row in 0..height {
+            to.write(row * to_pitch, from.view(row * from_pitch, width));
+        }
+        Ok(())
+    })?;
+    // The source may change when the call returns, the target has to be there.
+    if let Some(done) = done.filter(|_| pageable) {
+        done.wait();
+        stream.device().check()?;
+    }
+    Ok(())
+}
+
 /// Frees device memory in stream order; the address is invalid for callers at once.
 pub fn free_async(pointer: *mut c_void, stream: &Arc<Stream>) -> Outcome<()> {
     if pointer.is_null() {
         return Ok(());
     }
-    graph::refuse_on_captured(stream, "freeing memory in stream order")?;
-    let allocation = memory::forget(pointer as usize, Kind::on_device)?;
+    if let Some(memory) = graph::memory_at(pointer as usize) {
+        return graph::free_memory(&memory, stream);
+    }
+    graph::refuse_on_captured(stream, "freeing memory in stream order that no graph allocates")?;
+    let allocation = memory::forget(pointer as usize, Kind::is_freed_by_callers)?;
     // Once and whatever happened on the device.
     let run = move |_: Option<&Fault>| {
         memory::release(allocation);

@@ -9,8 +9,8 @@
 
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock, Weak};
 use std::thread::ThreadId;
 
 use nvte_ep_bindings::*;
@@ -20,7 +20,7 @@ use crate::channel::Breaker;
 use crate::check::{self, Rule};
 use crate::device::Device;
 use crate::fault::{Fault, Outcome};
-use crate::memory::Span;
+use crate::memory::{self, Span};
 use crate::stream::{Kind, Point, Run, Stream};
 
 /// Which other calls a capture forbids, and to whom.
@@ -66,6 +66,89 @@ pub struct Action {
     pub spans: Vec<Span>,
     /// What tells peers that a collective will never come.
     pub breaker: Option<Breaker>,
+    /// Memory that the node allocates or frees.
+    pub memory: Option<MemoryNode>,
+}
+
+/// Memory of a graph: it has its address from the capture on, and belongs to callers while it is allocated.
+#[derive(Debug)]
+pub struct GraphMemory {
+    span: Span,
+    /// In the order of the calls, not of the streams.
+    is_allocated: AtomicBool,
+}
+
+/// What a node does to a graph's memory.
+#[derive(Clone, Debug)]
+pub struct MemoryNode {
+    memory: Arc<GraphMemory>,
+    allocates: bool,
+}
+
+static GRAPH_MEMORY: LazyLock<Mutex<HashMap<usize, Weak<GraphMemory>>>> = LazyLock::new(Mutex::default);
+
+impl Drop for GraphMemory {
+    fn drop(&mut self) {
+        GRAPH_MEMORY.lock().remove(&self.span.address());
+        if let Ok(allocation) = memory::forget(self.span.address(), |kind| kind == memory::Kind::Graph) {
+            memory::release(allocation);
+        }
+    }
+}
+
+/// A graph's memory that starts at `address`.
+pub fn memory_at(address: usize) -> Option<Arc<GraphMemory>> {
+    GRAPH_MEMORY.lock().get(&address).and_then(Weak::upgrade)
+}
+
+/// Allocates in the order of a captured stream: a node of the graph, whose launches allocate the memory. Nothing if the
+/// stream is not captured.
+pub fn allocate_memory(bytes: usize, stream: &Arc<Stream>) -> Outcome<Option<usize>> {
+    if !is_capturing(stream) {
+        return Ok(None);
+    }
+    let base = memory::allocate(bytes, memory::Kind::Graph, stream.device().ordinal)?;
+    if base.is_null() {
+        return Ok(Some(0));
+    }
+    // SAFETY: the memory was just allocated with this size, and lives as long as what holds the span.
+    let span = unsafe { Span::new(base, bytes) }?;
+    let memory = Arc::new(GraphMemory { span, is_allocated: AtomicBool::new(true) });
+    GRAPH_MEMORY.lock().insert(span.address(), Arc::downgrade(&memory));
+    record(stream, || memory_node(&memory, true))?;
+    Ok(Some(span.address()))
+}
+
+/// Frees a graph's memory in stream order: in a capture as a node.
+pub fn free_memory(memory: &Arc<GraphMemory>, stream: &Arc<Stream>) -> Outcome<()> {
+    if !memory.is_allocated.load(Ordering::SeqCst) {
+        let text = format!("{:#x} belongs to a graph and is not allocated now", memory.span.address());
+        return Err(Fault::cuda(cudaErrorInvalidValue, text));
+    }
+    if !record(stream, || memory_node(memory, false))? {
+        stream.push(Vec::new(), poison(memory))?;
+    }
+    memory.is_allocated.store(false, Ordering::SeqCst);
+    Ok(())
+}
+
+fn memory_node(memory: &Arc<GraphMemory>, allocates: bool) -> Action {
+    let run = poison(memory);
+    Action {
+        enqueue: Arc::new(move |stream, after| stream.push(after, Arc::clone(&run))),
+        spans: Vec::new(),
+        breaker: None,
+        memory: Some(MemoryNode { memory: Arc::clone(memory), allocates }),
+    }
+}
+
+/// Makes reads of what is not written, or freed, seen.
+fn poison(memory: &Arc<GraphMemory>) -> Run {
+    let memory = Arc::clone(memory);
+    Arc::new(move |_: Option<&Fault>| {
+        memory.span.fill(0, memory.span.byte_len(), memory::POISON);
+        Ok(())
+    })
 }
 
 struct Node {
@@ -434,9 +517,48 @@ struct Graph {
     devices: Vec<&'static Device>,
 }
 
+impl Graph {
+    fn memory_nodes(&self) -> impl Iterator<Item = &MemoryNode> {
+        self.nodes.iter().filter_map(|node| node.action.memory.as_ref())
+    }
+
+    /// Why `new` cannot take this one's place in an executable.
+    fn difference(&self, new: &Self) -> Option<(cudaGraphExecUpdateResult, String)> {
+        if [self, new].iter().any(|graph| graph.memory_nodes().next().is_some()) {
+            let text = "a graph that allocates or frees memory cannot be updated: instantiate the new one";
+            return Some((cudaGraphExecUpdateErrorNotSupported, text.to_owned()));
+        }
+        let (old_nodes, new_nodes) = (self.nodes.len(), new.nodes.len());
+        if old_nodes != new_nodes {
+            let text = format!("the executable graph has {old_nodes} nodes, the new graph {new_nodes}");
+            return Some((cudaGraphExecUpdateErrorTopologyChanged, text));
+        }
+        let same_devices = self.devices.len() == new.devices.len()
+            && self.devices.iter().zip(&new.devices).all(|(old, new)| std::ptr::eq(*old, *new));
+        let differs = |(old, new): &(&Node, &Node)| old.lane != new.lane || old.after != new.after;
+        let node = self.nodes.iter().zip(&new.nodes).position(|pair| differs(&pair));
+        if let Some(node) = node {
+            let text = format!("node {node} of the new graph depends on others than that of the executable graph");
+            return Some((cudaGraphExecUpdateErrorTopologyChanged, text));
+        }
+        if !same_devices {
+            let text = "the new graph uses other devices than the executable graph";
+            return Some((cudaGraphExecUpdateErrorTopologyChanged, text.to_owned()));
+        }
+        let is_collective = |node: &Node| node.action.breaker.is_some();
+        let changed = self.nodes.iter().zip(&new.nodes).position(|(old, new)| is_collective(old) != is_collective(new));
+        changed.map(|node| {
+            let text = format!("node {node} is a collective operation in one of the two graphs only");
+            (cudaGraphExecUpdateErrorNodeTypeChanged, text)
+        })
+    }
+}
+
 /// A graph that can be launched.
 struct Exec {
-    graph: Arc<Graph>,
+    /// Whether a launch takes back what the last one left allocated.
+    auto_free: bool,
+    graph: Mutex<Arc<Graph>>,
     /// Streams that replay what was captured on other streams than the first.
     branches: Vec<Arc<Stream>>,
     last: Mutex<Option<Point>>,
@@ -465,20 +587,33 @@ pub fn destroy_graph(handle: usize) -> Outcome<()> {
     found.map(drop).ok_or_else(|| Fault::cuda(cudaErrorInvalidValue, format!("{handle:#x} is not a live graph")))
 }
 
-/// Instantiation flags without a meaning here: memory nodes freed on launch, priorities of nodes.
-const HARMLESS_FLAGS: u64 = 1 | 8;
+/// Instantiation flag: a launch takes back what the last one left allocated.
+const AUTO_FREE: u64 = 1;
+/// Instantiation flag without a meaning here: priorities of nodes.
+const NODE_PRIORITY: u64 = 8;
 
 /// Makes a graph launchable.
 pub fn instantiate(handle: usize, flags: u64) -> Outcome<usize> {
     refuse_unsafe("the instantiation of a graph")?;
-    if flags & !HARMLESS_FLAGS != 0 {
+    if flags & !(AUTO_FREE | NODE_PRIORITY) != 0 {
         let text = format!("graph instantiation flags {flags:#x} are not supported by the host runtime");
         return Err(Fault::cuda(cudaErrorInvalidValue, text));
     }
     let graph = GRAPHS.lock().get(&handle).cloned();
     let graph = graph.ok_or_else(|| Fault::cuda(cudaErrorInvalidValue, format!("{handle:#x} is not a live graph")))?;
     let branches = graph.devices.iter().skip(1).map(|device| Stream::create(device, Kind::NonBlocking)).collect();
-    let exec = Arc::new(Exec { graph, branches, last: Mutex::new(None), launches: AtomicU64::new(0) });
+    let is_alive = |exec: &Arc<Exec>| Arc::ptr_eq(&exec.graph.lock(), &graph);
+    if graph.memory_nodes().next().is_some() && EXECS.lock().values().any(is_alive) {
+        let text = "a graph that allocates or frees memory can have one executable at a time";
+        return Err(Fault::cuda(cudaErrorInvalidValue, text));
+    }
+    let auto_free = flags & AUTO_FREE != 0;
+    // What the capture allocated is there for its nodes; callers get it from launches.
+    for node in graph.memory_nodes() {
+        node.memory.is_allocated.store(false, Ordering::SeqCst);
+    }
+    let (graph, last) = (Mutex::new(graph), Mutex::new(None));
+    let exec = Arc::new(Exec { auto_free, graph, branches, last, launches: AtomicU64::new(0) });
     let handle = Arc::as_ptr(&exec) as usize;
     EXECS.lock().insert(handle, exec);
     Ok(handle)
@@ -486,6 +621,22 @@ pub fn instantiate(handle: usize, flags: u64) -> Outcome<usize> {
 
 fn unknown_exec(handle: usize) -> Fault {
     Fault::cuda(cudaErrorInvalidValue, format!("{handle:#x} is not a live executable graph"))
+}
+
+/// Puts another graph of the same shape in the place of an executable's; gives what hinders it otherwise.
+pub fn update_exec(exec: usize, graph: usize) -> Outcome<Result<(), (cudaGraphExecUpdateResult, String)>> {
+    refuse_unsafe("the update of an executable graph")?;
+    let exec = EXECS.lock().get(&exec).cloned().ok_or_else(|| unknown_exec(exec))?;
+    let new = GRAPHS.lock().get(&graph).cloned();
+    let new = new.ok_or_else(|| Fault::cuda(cudaErrorInvalidValue, format!("{graph:#x} is not a live graph")))?;
+    let mut old = exec.graph.lock();
+    Ok(match old.difference(&new) {
+        Some(difference) => Err(difference),
+        None => {
+            *old = new;
+            Ok(())
+        }
+    })
 }
 
 /// Destroys an executable graph; launches that are going on finish.
@@ -504,7 +655,7 @@ pub fn launch(handle: usize, stream: &Arc<Stream>) -> Outcome<()> {
     REPLAY.set(0);
     if let Err(fault) = &done {
         // Peers wait for these operations and they will never run.
-        for breaker in exec.graph.nodes.iter().filter_map(|node| node.action.breaker.as_ref()) {
+        for breaker in exec.graph.lock().nodes.iter().filter_map(|node| node.action.breaker.as_ref()) {
             breaker.trip(&fault.text);
         }
     }
@@ -514,7 +665,8 @@ pub fn launch(handle: usize, stream: &Arc<Stream>) -> Outcome<()> {
 impl Exec {
     fn launch(&self, stream: &Arc<Stream>) -> Outcome<()> {
         stream.device().check()?;
-        for span in self.graph.nodes.iter().flat_map(|node| &node.action.spans) {
+        let graph = Arc::clone(&self.graph.lock());
+        for span in graph.nodes.iter().flat_map(|node| &node.action.spans) {
             if let Err(fault) = span.check_live() {
                 // On a GPU the kernels fault; here they must not touch what is somebody else's memory by now.
                 let fault = check::sign(fault);
@@ -522,10 +674,21 @@ impl Exec {
                 return Err(fault);
             }
         }
+        if !self.auto_free
+            && let Some(node) =
+                graph.memory_nodes().find(|node| node.allocates && node.memory.is_allocated.load(Ordering::SeqCst))
+        {
+            let text = format!(
+                "the graph allocates {:#x}, which its last launch allocated and nobody has freed: free it, or instantiate \
+                 with cudaGraphInstantiateFlagAutoFreeOnLaunch",
+                node.memory.span.address()
+            );
+            return Err(Fault::cuda(cudaErrorInvalidValue, text));
+        }
         let mut last = self.last.lock();
         let entry = stream.push(last.iter().cloned().collect(), nothing())?;
-        let mut points: Vec<Point> = Vec::with_capacity(self.graph.nodes.len());
-        for node in &self.graph.nodes {
+        let mut points: Vec<Point> = Vec::with_capacity(graph.nodes.len());
+        for node in &graph.nodes {
             let mut after: Vec<Point> = node.after.iter().map(|before| points[*before].clone()).collect();
             if after.is_empty() {
                 after.push(entry.clone());
@@ -534,6 +697,9 @@ impl Exec {
             points.push((node.action.enqueue)(target, after)?);
         }
         *last = Some(stream.push(points, nothing())?);
+        for node in graph.memory_nodes() {
+            node.memory.is_allocated.store(node.allocates, Ordering::SeqCst);
+        }
         Ok(())
     }
 }

@@ -13,6 +13,7 @@
 //! | [`ep`] | EP groups, handles, routing, dispatch and combine |
 //! | [`fault`], [`errors`], [`stats`] | errors, their names, counters |
 //! | [`check`], [`order`] | the contract checker: its rules; what a stream comes behind |
+//! | [`inject`] | faults that a test asks for |
 //!
 //! Ranks are processes of one machine, or threads of one process with a device each
 //! (see [`device::DEVICES_VARIABLE`]).
@@ -31,6 +32,7 @@ pub mod ep;
 pub mod errors;
 pub mod fault;
 pub mod graph;
+pub mod inject;
 pub mod memory;
 pub mod order;
 pub mod stats;

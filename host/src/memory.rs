@@ -7,7 +7,9 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::LazyLock;
 
-use nvte_ep_bindings::{cudaErrorIllegalAddress, cudaErrorInvalidValue, cudaErrorMemoryAllocation};
+use nvte_ep_bindings::{
+    cudaErrorHostMemoryAlreadyRegistered, cudaErrorIllegalAddress, cudaErrorInvalidValue, cudaErrorMemoryAllocation,
+};
 use parking_lot::Mutex;
 
 use crate::check::Rule;
@@ -26,19 +28,29 @@ pub enum Kind {
     Nccl,
     /// `cudaMallocHost`, `cudaHostAlloc`.
     Pinned,
+    /// The caller's memory, under `cudaHostRegister`.
+    Registered,
+    /// `cudaMallocAsync` of a captured stream: device memory that belongs to the graph.
+    Graph,
 }
 
 impl Kind {
     fn alignment(self) -> usize {
         match self {
-            Kind::Device => 256,
+            Kind::Device | Kind::Graph => 256,
             Kind::Nccl | Kind::Pinned => 4096,
+            Kind::Registered => 1,
         }
     }
 
     /// Whether the memory counts as being on the device.
     pub fn on_device(self) -> bool {
-        self != Kind::Pinned
+        !matches!(self, Kind::Pinned | Kind::Registered)
+    }
+
+    /// Whether `cudaFree` and its like may return the memory.
+    pub fn is_freed_by_callers(self) -> bool {
+        matches!(self, Kind::Device | Kind::Nccl)
     }
 }
 
@@ -166,10 +178,12 @@ pub fn forget(address: usize, accept: impl Fn(Kind) -> bool) -> Outcome<Allocati
 /// Returns the memory of an allocation obtained from [`forget`].
 pub fn release(allocation: Allocation) {
     match allocation.kind {
-        Kind::Device => FREED.lock().add(allocation).into_iter().for_each(give_back),
+        Kind::Device | Kind::Graph => FREED.lock().add(allocation).into_iter().for_each(give_back),
         // Of these the mapping and its file go at once.
         Kind::Nccl => drop(SHARED.lock().remove(&allocation.base)),
         Kind::Pinned => give_back(allocation),
+        // The caller's own.
+        Kind::Registered => {}
     }
 }
 
@@ -178,6 +192,21 @@ fn give_back(allocation: Allocation) {
         // SAFETY: base and layout are those of `allocate`, and `forget` handed out this allocation only once.
         unsafe { dealloc(allocation.base as *mut u8, layout) };
     }
+}
+
+/// `cudaHostRegister`: tracks the caller's memory as pinned.
+pub fn register(address: usize, bytes: usize, device: i32) -> Outcome<()> {
+    if address == 0 || bytes == 0 || address.checked_add(bytes).is_none() {
+        return Err(Fault::cuda(cudaErrorInvalidValue, format!("{bytes} bytes at {address:#x} cannot be registered")));
+    }
+    let mut allocations = ALLOCATIONS.lock();
+    let before = allocations.range(..address + bytes).next_back();
+    if before.is_some_and(|(_, there)| there.base + there.bytes > address) {
+        let text = format!("a part of {bytes} bytes at {address:#x} is registered, or was allocated by CUDA or NCCL");
+        return Err(Fault::cuda(cudaErrorHostMemoryAlreadyRegistered, text));
+    }
+    allocations.insert(address, Allocation { base: address, bytes, kind: Kind::Registered, device });
+    Ok(())
 }
 
 /// The allocation that holds `address`, if a tracked one does.

@@ -242,6 +242,7 @@ impl Stream {
                 enqueue: Arc::new(move |stream, after| stream.push(after, Arc::clone(&run))),
                 spans: spans.to_vec(),
                 breaker: None,
+                memory: None,
             }
         };
         if graph::record(self, action)? { Ok(None) } else { self.push(Vec::new(), run).map(Some) }

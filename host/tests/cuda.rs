@@ -358,3 +358,98 @@ fn memory_freed_in_stream_order_stays_until_then() {
     gate.open(stream);
     assert_eq!(result.get(), [6; 64]);
 }
+
+#[test]
+fn rows_are_copied_with_their_pitches() {
+    use_own_device();
+    let stream = new_stream(cudaStreamNonBlocking);
+    let from = Buffer::of(&(0..40u8).collect::<Vec<u8>>(), stream);
+    let to = Buffer::of(&[0xEEu8; 30], stream);
+    let copy = |to_pitch, from_pitch, width, height| {
+        let (to, from) = (to.pointer.cast(), from.pointer.cast());
+        // SAFETY: what leaves the buffers is refused.
+        unsafe { cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, height, cudaMemcpyDeviceToDevice, stream) }
+    };
+    ok(copy(8, 10, 6, 4));
+    let expected: Vec<u8> = (0..30).map(|i| if i % 8 < 6 { (i / 8 * 10 + i % 8) as u8 } else { 0xEE }).collect();
+    assert_eq!(to.get(), expected);
+    assert_eq!(copy(8, 10, 9, 1), cudaErrorInvalidPitchValue);
+    assert_eq!(copy(8, 10, 8, 5), cudaErrorInvalidValue, "40 bytes into 30");
+    ok(copy(8, 10, 0, 100));
+    // A pageable target is there when the call returns.
+    let mut host = [0u8; 12];
+    let target = host.as_mut_ptr().cast();
+    // SAFETY: the array has 12 bytes, the buffer more.
+    ok(unsafe { cudaMemcpy2DAsync(target, 4, from.pointer.cast(), 20, 4, 2, cudaMemcpyDeviceToHost, stream) });
+    assert_eq!(host, [0, 1, 2, 3, 20, 21, 22, 23, 0, 0, 0, 0]);
+}
+
+#[test]
+fn registered_memory_is_pinned_until_it_is_not() {
+    use_own_device();
+    let mut memory = vec![0u8; 256];
+    let base = memory.as_mut_ptr().cast::<c_void>();
+    let kind = |address: *mut c_void| {
+        let mut attributes = cudaPointerAttributes::default();
+        // SAFETY: the result pointer is ours.
+        ok(unsafe { cudaPointerGetAttributes(&raw mut attributes, address) });
+        attributes.type_
+    };
+    let mut seen = ptr::null_mut();
+    assert_eq!(kind(base), cudaMemoryTypeUnregistered);
+    // SAFETY: the result pointer is ours.
+    assert_eq!(unsafe { cudaHostGetDevicePointer(&raw mut seen, base, 0) }, cudaErrorInvalidValue);
+    // SAFETY: the memory has 256 bytes and lives to the end.
+    ok(unsafe { cudaHostRegister(base, 256, 0) });
+    let inside = base.wrapping_byte_add(100);
+    assert_eq!((kind(base), kind(inside)), (cudaMemoryTypeHost, cudaMemoryTypeHost));
+    // SAFETY: the result pointer is ours.
+    ok(unsafe { cudaHostGetDevicePointer(&raw mut seen, inside, 0) });
+    assert_eq!(seen, inside);
+    // SAFETY: refused.
+    assert_eq!(unsafe { cudaHostRegister(inside, 8, 0) }, cudaErrorHostMemoryAlreadyRegistered);
+    // SAFETY: refused, it is not device memory.
+    assert_eq!(unsafe { cudaFree(base) }, cudaErrorInvalidValue);
+    // SAFETY: refused, CUDA did not allocate it.
+    assert_eq!(unsafe { cudaFreeHost(base) }, cudaErrorInvalidValue);
+    // SAFETY: nothing uses the memory.
+    ok(unsafe { cudaHostUnregister(base) });
+    assert_eq!(kind(base), cudaMemoryTypeUnregistered);
+    // SAFETY: refused.
+    assert_eq!(unsafe { cudaHostUnregister(base) }, cudaErrorHostMemoryNotRegistered);
+    assert_eq!(memory, [0; 256]);
+}
+
+#[test]
+fn what_programs_ask_before_they_allocate() {
+    use_own_device();
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: the result pointers are ours.
+    ok(unsafe { cudaMemGetInfo(&raw mut free, &raw mut total) });
+    let in_use = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let all: usize = in_use.lines().next().unwrap().split_ascii_whitespace().nth(1).unwrap().parse().unwrap();
+    assert_eq!(total, all * 1024, "the machine's memory");
+    assert!(free > 0 && free < total);
+    let mut memory = ptr::null_mut();
+    // SAFETY: the result pointer is ours.
+    assert_eq!(unsafe { cudaMalloc(&raw mut memory, total + 1) }, cudaErrorMemoryAllocation);
+    let (mut least, mut greatest) = (7, 7);
+    // SAFETY: the result pointers are ours.
+    ok(unsafe { cudaDeviceGetStreamPriorityRange(&raw mut least, &raw mut greatest) });
+    assert_eq!((least, greatest), (0, 0));
+    let mut stream = ptr::null_mut();
+    // SAFETY: the result pointer is ours.
+    ok(unsafe { cudaStreamCreateWithPriority(&raw mut stream, cudaStreamNonBlocking, -5) });
+    let [from, to] = [9u8, 0].map(|value| Buffer::of(&[value; 8], stream));
+    let event = new_event();
+    // SAFETY: both devices are this one, and the buffers have 8 bytes.
+    ok(unsafe { cudaMemcpyPeerAsync(to.pointer.cast(), 0, from.pointer.cast(), 0, 8, stream) });
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaEventRecordWithFlags(event, stream, 0) });
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaEventSynchronize(event) });
+    assert_eq!(to.get(), [9; 8]);
+    // SAFETY: refused.
+    let code = unsafe { cudaMemcpyPeerAsync(to.pointer.cast(), 5000, from.pointer.cast(), 0, 8, stream) };
+    assert_eq!(code, cudaErrorInvalidDevice);
+}

@@ -10,6 +10,7 @@ use common::reference::*;
 use common::*;
 use half::bf16;
 use nvte_ep_bindings::*;
+use nvte_ep_host::channel::PIECE_BYTES;
 
 #[test]
 fn top_k_and_alignment() {
@@ -90,6 +91,23 @@ fn many_ranks() {
     let mut case = Case::new(8, 8, 3, &[3, 1, 4, 1, 5, 0, 2, 6], |rank, token, k| ((rank + token + 3 * k) % 8) as i64);
     case.alignment = 4;
     check(&case);
+}
+
+/// Rows of 32 KiB, so that every operation takes several pieces, and the ranks different numbers of them.
+#[test]
+fn operations_in_several_pieces() {
+    let mut case = Case::new(2, 4, 2, &[150, 3], |rank, token, k| ((rank + token % 2 + 2 * k) % 4) as i64);
+    case.datatype = ncclFloat32;
+    case.hidden = 8192;
+    case.capacity = 160;
+    assert!(case.tokens(0) * case.row_bytes() > PIECE_BYTES);
+    with_group(&case, |session| {
+        let handle = TestHandle::new(session.rank, session.group, case.top_k, case.alignment);
+        session.update(&handle);
+        session.dispatch(&handle, 10, true);
+        session.combine(&handle, 20, false);
+        handle.destroy();
+    });
 }
 
 #[test]
@@ -307,8 +325,10 @@ fn misuse_is_refused_at_the_call() {
         let group = rank.create_group(&good).unwrap();
         let mut size = 0usize;
         // SAFETY: the result pointer is ours.
-        let code = unsafe { ncclEpHandleMemSize(group, NCCL_EP_LAYOUT_FLAT, ptr::null(), &raw mut size, 1) };
+        let code = unsafe { ncclEpHandleMemSize(group, NCCL_EP_LAYOUT_RANK_MAJOR, ptr::null(), &raw mut size, 1) };
         assert_eq!(code, ncclInvalidUsage);
+        let text = nccl_error();
+        assert!(text.contains("the rank-major layout: not supported by the host runtime"), "{text}");
         let handle = TestHandle::new(rank, group, 2, 1);
         let indices = Buffer::of(&[0i64; 6], rank.stream);
         let mut topk = Desc::of(&indices, ncclInt64, &[2, 3]);
@@ -405,7 +425,6 @@ fn process_rank() {
     step(&session, &handle);
     // A rank may leave at once: slower peers still read what it offered.
     handle.destroy();
-    // SAFETY: no preconditions.
-    nccl_ok(unsafe { ncclEpGroupDestroy(group) });
+    rank.destroy_group(group);
     rank.leave();
 }

@@ -76,6 +76,49 @@ fn missing_peer() {
 }
 
 #[test]
+fn transfers_that_do_not_meet_are_named() {
+    let texts = run_processes("transfers", 3, 700, &[]);
+    let words = "ncclRecv(count=3, datatype=float32) from rank 2: rank 2 did not come to meet it within 700 ms";
+    assert!(texts[0].contains(words), "{}", texts[0]);
+}
+
+#[test]
+#[ignore = "run by transfers_that_do_not_meet_are_named"]
+fn transfers() {
+    let rank = join_as_process();
+    let mut half = ptr::null_mut();
+    // Ranks 1 and 2 meet with different counts, rank 0 waits in vain for rank 2.
+    let color = i32::from(rank.rank == 0);
+    // SAFETY: the result pointer is ours.
+    nccl_ok(unsafe { ncclCommSplit(rank.comm, color, 0, &raw mut half, ptr::null_mut()) });
+    let buffer = Buffer::of(&[1f32; 8], rank.stream);
+    let data = buffer.pointer.cast();
+    match rank.rank {
+        0 => {
+            // SAFETY: the buffer has more elements.
+            nccl_ok(unsafe { ncclRecv(data, 3, ncclFloat32, 2, rank.comm, rank.stream) });
+            let words = "ncclRecv(count=3, datatype=float32) from rank 2: rank 2 did not come to meet it";
+            expect_sticky(&rank, cudaErrorLaunchTimeout, &["communicator of 3 ranks", words]);
+        }
+        1 => {
+            // SAFETY: the buffer has more elements.
+            nccl_ok(unsafe { ncclSend(data, 4, ncclFloat32, 1, half, rank.stream) });
+            let words = "ncclSend(count=4, datatype=float32) to rank 1: rank 1 failed";
+            expect_sticky(&rank, cudaErrorLaunchFailure, &["communicator of 2 ranks", words]);
+        }
+        _ => {
+            // SAFETY: the buffer has more elements.
+            nccl_ok(unsafe { ncclRecv(data, 5, ncclFloat32, 0, half, rank.stream) });
+            let words = "(count=5, datatype=float32) from rank 0, but rank 0 sends count=4, datatype=float32";
+            expect_sticky(&rank, cudaErrorLaunchFailure, &["rank 1 called ncclRecv", words]);
+            // Rank 0 still waits, and would notice the end of this process.
+            std::thread::sleep(Duration::from_millis(1500));
+        }
+    }
+    std::mem::forget(buffer);
+}
+
+#[test]
 fn a_killed_peer_is_noticed_soon() {
     let start = Instant::now();
     run_processes("killed_peer", 3, 60_000, &[1]);

@@ -1006,3 +1006,159 @@ fn a_graph_outlives_its_group_without_harm() {
         destroy(exec);
     });
 }
+
+fn set_all(buffer: &Buffer<u8>, value: i32, stream: cudaStream_t) {
+    // SAFETY: the buffer has that many bytes.
+    ok(unsafe { cudaMemsetAsync(buffer.pointer.cast(), value, buffer.len, stream) });
+}
+
+fn update(exec: cudaGraphExec_t, graph: cudaGraph_t) -> (u32, u32) {
+    let mut info = cudaGraphExecUpdateResultInfo { result: 99, ..Default::default() };
+    // SAFETY: the result pointer is ours.
+    let code = unsafe { cudaGraphExecUpdate(exec, graph, &raw mut info) };
+    assert!(info.errorNode.is_null() && info.errorFromNode.is_null());
+    (code, info.result)
+}
+
+#[test]
+fn an_updated_graph_does_the_new_work() {
+    use_own_device();
+    let stream = new_stream(cudaStreamNonBlocking);
+    let [a, b] = [0u8, 1].map(|value| Buffer::of(&[value; 16], stream));
+    let record = |fills: &[(&Buffer<u8>, i32)]| {
+        begin(stream, RELAXED);
+        fills.iter().for_each(|(buffer, value)| set_all(buffer, *value, stream));
+        let (code, graph) = end(stream);
+        ok(code);
+        graph
+    };
+    let first = record(&[(&a, 5), (&b, 6)]);
+    let exec = instantiate(first);
+    let second = record(&[(&b, 7), (&a, 8)]);
+    assert_eq!(update(exec, second), (cudaSuccess, cudaGraphExecUpdateSuccess));
+    launch(exec, stream);
+    assert_eq!((a.get(), b.get()), (vec![8; 16], vec![7; 16]));
+    // Other shapes are refused, and the executable stays as it was.
+    let longer = record(&[(&a, 1), (&a, 2), (&a, 3)]);
+    assert_eq!(update(exec, longer), (cudaErrorGraphExecUpdateFailure, cudaGraphExecUpdateErrorTopologyChanged));
+    let other = new_stream(cudaStreamNonBlocking);
+    let event = new_event();
+    begin(stream, RELAXED);
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaEventRecord(event, stream) });
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaStreamWaitEvent(other, event, 0) });
+    set_all(&a, 1, other);
+    set_all(&b, 2, stream);
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaEventRecord(event, other) });
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaStreamWaitEvent(stream, event, 0) });
+    let (code, forked) = end(stream);
+    ok(code);
+    let code = (cudaErrorGraphExecUpdateFailure, cudaGraphExecUpdateErrorTopologyChanged);
+    assert_eq!(update(exec, forked), code);
+    set_all(&a, 0, stream);
+    launch(exec, stream);
+    assert_eq!((a.get(), b.get()), (vec![8; 16], vec![7; 16]));
+    // The driver's function is the same, and unknown handles are refused.
+    let mut info = cudaGraphExecUpdateResultInfo::default();
+    // SAFETY: the result pointer is ours.
+    ok(unsafe { driver::cuGraphExecUpdate_v2(exec, first, &raw mut info) });
+    launch(exec, stream);
+    assert_eq!((a.get(), b.get()), (vec![5; 16], vec![6; 16]));
+    // SAFETY: as above.
+    let code = unsafe { cudaGraphExecUpdate(exec, ptr::without_provenance_mut(64), &raw mut info) };
+    assert_eq!(code, cudaErrorInvalidValue);
+    destroy(exec);
+    for graph in [first, second, longer, forked] {
+        // SAFETY: no preconditions.
+        ok(unsafe { cudaGraphDestroy(graph) });
+    }
+}
+
+fn allocate(bytes: usize, stream: cudaStream_t) -> *mut c_void {
+    let mut memory = ptr::null_mut();
+    // SAFETY: the result pointer is ours.
+    ok(unsafe { cudaMallocAsync(&raw mut memory, bytes, stream) });
+    assert!(!memory.is_null());
+    memory
+}
+
+fn free(memory: *mut c_void, stream: cudaStream_t) -> u32 {
+    // SAFETY: nobody uses the memory behind this.
+    unsafe { cudaFreeAsync(memory, stream) }
+}
+
+#[test]
+fn memory_of_a_graph() {
+    use_own_device();
+    let stream = new_stream(cudaStreamNonBlocking);
+    let [from, to] = [3u8, 0].map(|value| Buffer::of(&[value; 64], stream));
+    let transfer = |to: *mut c_void, from: *const c_void| {
+        // SAFETY: both ranges have 64 bytes while the graph runs.
+        ok(unsafe { cudaMemcpyAsync(to, from, 64, cudaMemcpyDeviceToDevice, stream) });
+    };
+    // Allocated and freed within each launch: the memory is fresh each time.
+    begin(stream, RELAXED);
+    let scratch = allocate(64, stream);
+    transfer(to.pointer.cast(), scratch);
+    transfer(scratch, from.pointer.cast());
+    assert_eq!(free(scratch, stream), cudaSuccess);
+    assert_eq!(free(scratch, stream), cudaErrorInvalidValue);
+    let exec = finish(stream);
+    for _ in 0..3 {
+        to.set(&[0; 64]);
+        launch(exec, stream);
+        assert_eq!(to.get(), [0xCB; 64], "fresh memory holds poison");
+    }
+    assert_eq!(free(scratch, stream), cudaErrorInvalidValue);
+    destroy(exec);
+
+    // Left to the caller: to be freed before the next launch, once.
+    begin(stream, RELAXED);
+    let left = allocate(64, stream);
+    transfer(left, from.pointer.cast());
+    let (code, graph) = end(stream);
+    ok(code);
+    let exec = instantiate(graph);
+    let mut second = ptr::null_mut();
+    // SAFETY: the result pointer is ours.
+    assert_eq!(unsafe { cudaGraphInstantiate(&raw mut second, graph, 0) }, cudaErrorInvalidValue);
+    assert_eq!(update(exec, graph), (cudaErrorGraphExecUpdateFailure, cudaGraphExecUpdateErrorNotSupported));
+    for round in 0..2u8 {
+        from.set(&[20 + round; 64]);
+        launch(exec, stream);
+        transfer(to.pointer.cast(), left);
+        assert_eq!(to.get(), [20 + round; 64]);
+        // SAFETY: refused, as the memory of the last launch is still there.
+        assert_eq!(unsafe { cudaGraphLaunch(exec, stream) }, cudaErrorInvalidValue);
+        if round == 0 {
+            assert_eq!(free(left, stream), cudaSuccess);
+        } else {
+            // SAFETY: nobody uses the memory any more.
+            ok(unsafe { cudaFree(left) });
+        }
+        assert_eq!(free(left, stream), cudaErrorInvalidValue);
+    }
+    destroy(exec);
+    // With the flag a launch takes back what the last one left.
+    let mut exec = ptr::null_mut();
+    // SAFETY: the result pointer is ours.
+    ok(unsafe { cudaGraphInstantiate(&raw mut exec, graph, 1) });
+    launch(exec, stream);
+    launch(exec, stream);
+    sync(stream);
+    destroy(exec);
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaGraphDestroy(graph) });
+    assert_eq!(free(left, stream), cudaErrorInvalidValue, "gone with its graph");
+
+    // What no graph allocates cannot be freed by one.
+    let memory = allocate(64, stream);
+    begin(stream, RELAXED);
+    assert_eq!(free(memory, stream), cudaErrorStreamCaptureUnsupported);
+    assert_eq!(end(stream).0, cudaErrorStreamCaptureInvalidated);
+    assert_eq!(free(memory, stream), cudaSuccess);
+    sync(stream);
+}

@@ -7,6 +7,7 @@ use std::ptr;
 use common::*;
 use half::{bf16, f16};
 use nvte_ep_bindings::*;
+use nvte_ep_host::channel::PIECE_BYTES;
 use nvte_ep_host::surface::host_ext::{nvte_ep_host_stats, nvte_ep_host_version};
 
 #[test]
@@ -35,6 +36,27 @@ fn gather_and_broadcast() {
             });
             assert_eq!(buffer.get(), [root as i64 + 7; 3]);
         }
+    });
+}
+
+#[test]
+fn collectives_in_several_pieces() {
+    let count = PIECE_BYTES / 4 * 2 + 5;
+    run_ranks(2, |rank| {
+        let of = |rank: usize| move |i: usize| (i * (3 + 4 * rank) + rank) as u32;
+        let own: Vec<u32> = (0..count).map(of(rank.rank)).collect();
+        let own = Buffer::of(&own, rank.stream);
+        let all = Buffer::<u32>::new(2 * count, rank.stream);
+        let (send, receive) = (own.pointer.cast(), all.pointer.cast());
+        // SAFETY: the buffers have `count` elements, and that many for each rank.
+        nccl_ok(unsafe { ncclAllGather(send, receive, count, ncclUint32, rank.comm, rank.stream) });
+        assert!(all.get().into_iter().eq((0..2).flat_map(|rank| (0..count).map(of(rank)))));
+        // SAFETY: both buffers have `count` elements.
+        nccl_ok(unsafe { ncclAllReduce(send, receive, count, ncclUint32, ncclSum, rank.comm, rank.stream) });
+        assert!(all.get().into_iter().take(count).eq((0..count).map(|i| (i * 10 + 1) as u32)));
+        // SAFETY: both buffers have `count` elements.
+        nccl_ok(unsafe { ncclBroadcast(send, receive, count, ncclUint32, 1, rank.comm, rank.stream) });
+        assert!(all.get().into_iter().take(count).eq((0..count).map(of(1))));
     });
 }
 
@@ -280,4 +302,232 @@ fn collectives_of_a_communicator_keep_their_order_across_streams() {
         // SAFETY: no preconditions.
         ok(unsafe { cudaStreamDestroy(other) });
     });
+}
+
+fn group<T>(work: impl FnOnce() -> T) -> T {
+    // SAFETY: no preconditions.
+    nccl_ok(unsafe { ncclGroupStart() });
+    let result = work();
+    // SAFETY: what the calls of the group got is still valid.
+    nccl_ok(unsafe { ncclGroupEnd() });
+    result
+}
+
+fn send<T: Copy>(rank: &Rank, buffer: &Buffer<T>, datatype: u32, peer: usize) {
+    // SAFETY: the buffer has that many elements.
+    nccl_ok(unsafe { ncclSend(buffer.pointer.cast(), buffer.len, datatype, peer as i32, rank.comm, rank.stream) });
+}
+
+fn receive<T: Copy>(rank: &Rank, buffer: &Buffer<T>, datatype: u32, peer: usize) {
+    // SAFETY: the buffer has that many elements.
+    nccl_ok(unsafe { ncclRecv(buffer.pointer.cast(), buffer.len, datatype, peer as i32, rank.comm, rank.stream) });
+}
+
+#[test]
+fn everyone_sends_to_everyone_in_a_group() {
+    run_ranks(4, |rank| {
+        // The first round's messages are longer than a piece, and every pair's have their own length.
+        for base in [PIECE_BYTES / 4, 3, 0] {
+            let count = |from: usize, to: usize| base * (1 + from % 2) + from * 4 + to;
+            let value = |from: usize, to: usize, i: usize| (from * 1_000_003 + to * 10_007 + i) as u32;
+            let own: Vec<Buffer<u32>> = (0..4)
+                .map(|to| {
+                    let values: Vec<u32> = (0..count(rank.rank, to)).map(|i| value(rank.rank, to, i)).collect();
+                    Buffer::of(&values, rank.stream)
+                })
+                .collect();
+            let theirs: Vec<Buffer<u32>> =
+                (0..4).map(|from| Buffer::new(count(from, rank.rank), rank.stream)).collect();
+            group(|| {
+                for (peer, (own, theirs)) in own.iter().zip(&theirs).enumerate() {
+                    send(rank, own, ncclUint32, peer);
+                    receive(rank, theirs, ncclUint32, peer);
+                }
+            });
+            for (from, buffer) in theirs.iter().enumerate() {
+                let expected = (0..count(from, rank.rank)).map(|i| value(from, rank.rank, i));
+                assert!(buffer.get().into_iter().eq(expected), "rank {} from {from}", rank.rank);
+            }
+        }
+    });
+}
+
+#[test]
+fn messages_between_two_ranks_keep_their_order() {
+    run_ranks(3, |rank| {
+        // Rank 1 takes no part in it, and its collective with the others comes behind.
+        let values: Vec<Buffer<i64>> = (0..5i64).map(|i| Buffer::of(&vec![i; i as usize + 1], rank.stream)).collect();
+        match rank.rank {
+            0 => values.iter().for_each(|buffer| send(rank, buffer, ncclInt64, 2)),
+            2 => group(|| {
+                for (i, buffer) in values.iter().enumerate() {
+                    buffer.set(&vec![-1; i + 1]);
+                    receive(rank, buffer, ncclInt64, 0);
+                }
+            }),
+            _ => {}
+        }
+        for (i, buffer) in values.iter().enumerate() {
+            assert_eq!(buffer.get(), vec![i as i64; i + 1]);
+        }
+        assert_eq!(reduce(rank, &[1i32], ncclInt32, ncclSum), [3]);
+    });
+}
+
+#[test]
+fn a_ring_without_a_group() {
+    run_ranks(3, |rank| {
+        let (next, last) = ((rank.rank + 1) % 3, (rank.rank + 2) % 3);
+        let own = Buffer::of(&[rank.rank as f32 + 0.5; 7], rank.stream);
+        let there = Buffer::of(&[0f32; 7], rank.stream);
+        if rank.rank == 0 {
+            send(rank, &own, ncclFloat32, next);
+            receive(rank, &there, ncclFloat32, last);
+        } else {
+            receive(rank, &there, ncclFloat32, last);
+            send(rank, &own, ncclFloat32, next);
+        }
+        assert_eq!(there.get(), [last as f32 + 0.5; 7]);
+    });
+}
+
+#[test]
+fn transfers_that_cannot_be_are_refused() {
+    run_ranks(1, |rank| {
+        let buffer = Buffer::of(&[1f32; 4], rank.stream);
+        let data = buffer.pointer.cast();
+        // SAFETY: nothing is transferred.
+        let code = unsafe { ncclSend(data, 4, ncclFloat32, 1, rank.comm, rank.stream) };
+        assert_eq!((code, &*nccl_error()), (ncclInvalidArgument, "ncclSend: peer 1 of 1 ranks"));
+        // SAFETY: nothing is transferred.
+        let code = unsafe { ncclRecv(data.cast(), 5, ncclFloat32, 0, rank.comm, rank.stream) };
+        assert!(code == ncclInvalidArgument && nccl_error().starts_with("ncclRecv: recvbuff: 20 bytes at"));
+        let mut other = ptr::null_mut();
+        // SAFETY: the result pointer is ours.
+        ok(unsafe { cudaStreamCreate(&raw mut other) });
+        // SAFETY: no preconditions.
+        nccl_ok(unsafe { ncclGroupStart() });
+        send(rank, &buffer, ncclFloat32, 0);
+        // SAFETY: the buffer has 4 elements.
+        nccl_ok(unsafe { ncclRecv(data.cast(), 4, ncclFloat32, 0, rank.comm, other) });
+        // SAFETY: the buffer is still valid.
+        assert_eq!(unsafe { ncclGroupEnd() }, ncclInvalidUsage);
+        assert!(nccl_error().contains("use one stream in a group"), "{}", nccl_error());
+        // Nothing is left of the group.
+        group(|| {});
+        // SAFETY: no preconditions.
+        ok(unsafe { cudaStreamDestroy(other) });
+    });
+}
+
+#[test]
+fn reductions_to_one_rank_and_in_parts() {
+    run_ranks(3, |rank| {
+        let r = rank.rank as i32;
+        let count = PIECE_BYTES / 4 + 3;
+        let own: Vec<i32> = (0..3 * count as i32).map(|i| i * (r + 1)).collect();
+        let own = Buffer::of(&own, rank.stream);
+        let part = Buffer::of(&vec![-1i32; count], rank.stream);
+        let (data, there) = (own.pointer.cast(), part.pointer.cast());
+        // SAFETY: the buffers have three parts of `count` elements, and one.
+        nccl_ok(unsafe { ncclReduceScatter(data, there, count, ncclInt32, ncclSum, rank.comm, rank.stream) });
+        let first = r * count as i32;
+        assert!(part.get().into_iter().eq((first..first + count as i32).map(|i| i * 6)));
+        part.set(&vec![-1; count]);
+        let to = if rank.rank == 2 { there } else { ptr::null_mut() };
+        // SAFETY: the root's buffer has `count` elements, the others' is not used.
+        nccl_ok(unsafe { ncclReduce(data, to, count, ncclInt32, ncclMax, 2, rank.comm, rank.stream) });
+        let expected = (0..count as i32).map(|i| if r == 2 { i * 3 } else { -1 });
+        assert!(part.get().into_iter().eq(expected));
+        // SAFETY: refused before anything is used.
+        let code = unsafe { ncclReduce(data, there, 1, ncclInt32, ncclSum, 3, rank.comm, rank.stream) };
+        assert_eq!((code, &*nccl_error()), (ncclInvalidArgument, "ncclReduce: root 3 of 3 ranks"));
+    });
+}
+
+fn size_and_rank(comm: ncclComm_t) -> (i32, i32) {
+    let (mut count, mut rank) = (0, 0);
+    // SAFETY: the result pointer is ours.
+    nccl_ok(unsafe { ncclCommCount(comm, &raw mut count) });
+    // SAFETY: the result pointer is ours.
+    nccl_ok(unsafe { ncclCommUserRank(comm, &raw mut rank) });
+    (count, rank)
+}
+
+#[test]
+fn splits_by_color_and_key() {
+    run_ranks(5, |rank| {
+        let r = rank.rank as i32;
+        // Even ranks in reverse order, odd ranks in theirs, and rank 4 in none.
+        let (color, key) = if r == 4 { (NCCL_SPLIT_NOCOLOR, 0) } else { (r % 2, if r % 2 == 0 { -r } else { 0 }) };
+        let mut comm = ptr::dangling_mut();
+        // SAFETY: the result pointer is ours.
+        nccl_ok(unsafe { ncclCommSplit(rank.comm, color, key, &raw mut comm, ptr::null_mut()) });
+        if r == 4 {
+            assert!(comm.is_null());
+        } else {
+            let expected = if r % 2 == 0 { 1 - r / 2 } else { r / 2 };
+            assert_eq!(size_and_rank(comm), (2, expected));
+            let half = Rank { rank: expected as usize, ranks: 2, comm, stream: rank.stream };
+            assert_eq!(reduce(&half, &[1 << r], ncclInt32, ncclSum), [if r % 2 == 0 { 0b101 } else { 0b1010 }]);
+            // SAFETY: no preconditions.
+            nccl_ok(unsafe { ncclCommDestroy(comm) });
+        }
+        assert_eq!(reduce(rank, &[1i32], ncclInt32, ncclSum), [5], "the communicator itself goes on");
+        // SAFETY: the result pointer is ours.
+        let code = unsafe { ncclCommSplit(rank.comm, -5, 0, &raw mut comm, ptr::null_mut()) };
+        assert_eq!(code, ncclInvalidArgument);
+        assert!(nccl_error().contains("color -5 is negative"), "{}", nccl_error());
+    });
+}
+
+#[test]
+fn all_devices_of_a_process_with_their_properties() {
+    let first = take_devices(2);
+    let mut comms = [ptr::null_mut(); 2];
+    let devices = [first + 1, first];
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaSetDevice(first) });
+    // SAFETY: the results are ours, and the list has two ordinals.
+    nccl_ok(unsafe { ncclCommInitAll(comms.as_mut_ptr(), 2, devices.as_ptr()) });
+    let mut current = -1;
+    // SAFETY: the result pointer is ours.
+    ok(unsafe { cudaGetDevice(&raw mut current) });
+    assert_eq!(current, first);
+    let mut halves = [ptr::null_mut(); 2];
+    group(|| {
+        for (rank, (comm, half)) in comms.iter().zip(&mut halves).enumerate() {
+            // SAFETY: the result pointers live beyond the end of the group.
+            nccl_ok(unsafe { ncclCommSplit(*comm, 7, -(rank as i32), &raw mut *half, ptr::null_mut()) });
+        }
+    });
+    for rank in 0..2 {
+        let mut properties = ncclCommProperties_t {
+            size: size_of::<ncclCommProperties_t>(),
+            magic: NCCL_API_MAGIC,
+            version: NCCL_VERSION_CODE,
+            ..Default::default()
+        };
+        // SAFETY: the structure is ours and as long as it says.
+        nccl_ok(unsafe { ncclCommQueryProperties(comms[rank], &raw mut properties) });
+        let (rank, ranks) = (rank as i32, 2);
+        assert_eq!((properties.rank, properties.nRanks, properties.cudaDev), (rank, ranks, devices[rank as usize]));
+        assert_eq!((properties.deviceApiSupport, properties.nLsaTeams), (true, 1));
+        assert_eq!((properties.multimemSupport, properties.ginType), (false, NCCL_GIN_TYPE_NONE));
+        properties.magic = 1;
+        // SAFETY: as above.
+        let code = unsafe { ncclCommQueryProperties(comms[rank as usize], &raw mut properties) };
+        assert_eq!(code, ncclInvalidArgument);
+        let text = nccl_error();
+        assert_eq!(text, "ncclCommQueryProperties: props.magic is 0x1, not 0xcafebeef: start from its initializer");
+        assert_eq!(size_and_rank(halves[rank as usize]), (2, 1 - rank));
+    }
+    for comm in comms.into_iter().chain(halves) {
+        // SAFETY: no preconditions.
+        nccl_ok(unsafe { ncclCommDestroy(comm) });
+    }
+    // SAFETY: the results are ours; device 4000 is refused.
+    assert_eq!(unsafe { ncclCommInitAll(comms.as_mut_ptr(), 2, [first, 4000].as_ptr()) }, ncclUnhandledCudaError);
+    // SAFETY: no group is open any more.
+    assert_eq!(unsafe { ncclGroupEnd() }, ncclInvalidUsage);
 }

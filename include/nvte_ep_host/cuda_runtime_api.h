@@ -9,6 +9,7 @@
 
 typedef struct CUstream_st CUstream_st;
 typedef struct CUevent_st CUevent_st;
+typedef struct CUgraphNode_st CUgraphNode_st;
 
 #define cudaStreamDefault 0
 
@@ -58,6 +59,18 @@ typedef unsigned int cudaStreamCaptureStatus;
  * A graph that can be launched.
  */
 typedef void *cudaGraphExec_t;
+
+typedef unsigned int cudaGraphExecUpdateResult;
+
+typedef CUgraphNode_st *cudaGraphNode_t;
+
+typedef struct cudaGraphExecUpdateResultInfo_st {
+  cudaGraphExecUpdateResult result;
+  cudaGraphNode_t errorNode;
+  cudaGraphNode_t errorFromNode;
+} cudaGraphExecUpdateResultInfo_st;
+
+typedef struct cudaGraphExecUpdateResultInfo_st cudaGraphExecUpdateResultInfo;
 
 /**
  * A function that a stream calls on the host.
@@ -632,6 +645,24 @@ typedef void (*cudaHostFn_t)(void *userData);
 
 #define cudaDevAttrMax 148
 
+#define cudaGraphExecUpdateSuccess 0
+
+#define cudaGraphExecUpdateError 1
+
+#define cudaGraphExecUpdateErrorTopologyChanged 2
+
+#define cudaGraphExecUpdateErrorNodeTypeChanged 3
+
+#define cudaGraphExecUpdateErrorFunctionChanged 4
+
+#define cudaGraphExecUpdateErrorParametersChanged 5
+
+#define cudaGraphExecUpdateErrorNotSupported 6
+
+#define cudaGraphExecUpdateErrorUnsupportedFunctionChange 7
+
+#define cudaGraphExecUpdateErrorAttributesChanged 8
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -733,7 +764,7 @@ cudaError_t cudaHostAlloc(void **pHost, size_t size, unsigned int flags);
 cudaError_t cudaFreeHost(void *ptr);
 
 /**
- * Allocates device memory in stream order.
+ * Allocates device memory in stream order; on a captured stream each launch of the graph does.
  *
  * What the caller vouches for:
  * `devPtr` is null or writable.
@@ -741,7 +772,7 @@ cudaError_t cudaFreeHost(void *ptr);
 cudaError_t cudaMallocAsync(void **devPtr, size_t size, cudaStream_t hStream);
 
 /**
- * Frees device memory in stream order.
+ * Frees device memory in stream order; on a captured stream, memory that the graph allocated.
  *
  * What the caller vouches for:
  * Nobody uses the memory once the stream has got there.
@@ -767,6 +798,58 @@ cudaError_t cudaMemcpyAsync(void *dst,
                             size_t count,
                             cudaMemcpyKind kind,
                             cudaStream_t stream);
+
+/**
+ * Copies rows in stream order.
+ *
+ * What the caller vouches for:
+ * Both rectangles stay valid until the stream has got there.
+ */
+cudaError_t cudaMemcpy2DAsync(void *dst,
+                              size_t dpitch,
+                              const void *src,
+                              size_t spitch,
+                              size_t width,
+                              size_t height,
+                              cudaMemcpyKind kind,
+                              cudaStream_t stream);
+
+/**
+ * Copies between devices in stream order.
+ *
+ * What the caller vouches for:
+ * The ranges have `count` bytes and stay valid until the stream has got there.
+ */
+cudaError_t cudaMemcpyPeerAsync(void *dst,
+                                int dstDevice,
+                                const void *src,
+                                int srcDevice,
+                                size_t count,
+                                cudaStream_t stream);
+
+/**
+ * Makes the caller's memory count as pinned.
+ *
+ * What the caller vouches for:
+ * `ptr` has `size` bytes until `cudaHostUnregister`.
+ */
+cudaError_t cudaHostRegister(void *ptr, size_t size, unsigned int flags);
+
+/**
+ * Ends what `cudaHostRegister` began, after all work of the device.
+ *
+ * What the caller vouches for:
+ * Nobody uses the memory as pinned any more.
+ */
+cudaError_t cudaHostUnregister(void *ptr);
+
+/**
+ * Address at which the device sees pinned memory: the same.
+ *
+ * What the caller vouches for:
+ * `pDevice` is null or writable.
+ */
+cudaError_t cudaHostGetDevicePointer(void **pDevice, void *pHost, unsigned int flags);
 
 /**
  * Fills memory with a byte and waits.
@@ -815,6 +898,22 @@ cudaError_t cudaStreamCreate(cudaStream_t *pStream);
  * `pStream` is null or writable.
  */
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *pStream, unsigned int flags);
+
+/**
+ * Creates a stream; streams have no priorities here.
+ *
+ * What the caller vouches for:
+ * `pStream` is null or writable.
+ */
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *pStream, unsigned int flags, int priority);
+
+/**
+ * Priorities that streams may have: none but 0.
+ *
+ * What the caller vouches for:
+ * Both pointers are null or writable.
+ */
+cudaError_t cudaDeviceGetStreamPriorityRange(int *leastPriority, int *greatestPriority);
 
 /**
  * Destroys a stream after its work.
@@ -910,6 +1009,16 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *pGraphExec, cudaGraph_t graph,
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *pGraphExec, cudaGraph_t graph, uint64_t flags);
 
 /**
+ * Puts another graph of the same shape in the place of a launchable one's; the signature is that of CUDA 12 and later.
+ *
+ * What the caller vouches for:
+ * `resultInfo` is null or writable.
+ */
+cudaError_t cudaGraphExecUpdate(cudaGraphExec_t hGraphExec,
+                                cudaGraph_t hGraph,
+                                cudaGraphExecUpdateResultInfo *resultInfo);
+
+/**
  * Replays a graph in stream order.
  *
  * What the caller vouches for:
@@ -964,6 +1073,14 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned int flags);
  * Always safe to call; unknown handles are refused.
  */
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
+
+/**
+ * Puts an event at the end of a stream.
+ *
+ * What the caller vouches for:
+ * Always safe to call; unknown handles are refused.
+ */
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned int flags);
 
 /**
  * Whether an event has happened.

@@ -8,8 +8,25 @@
 #include <stdint.h>
 #include "cuda_runtime_api.h"
 
+#include <stdbool.h>
+
 typedef struct ncclComm ncclComm;
 typedef struct ncclWindow_vidmem ncclWindow_vidmem;
+
+/** A setting that is left to the library. */
+#define NCCL_CONFIG_UNDEF_INT (-2147483647 - 1)
+#define NCCL_CONFIG_UNDEF_PTR 0
+/** Starting value of a configuration. */
+#define NCCL_CONFIG_INITIALIZER \
+  {sizeof(ncclConfig_t), NCCL_API_MAGIC, NCCL_VERSION_CODE, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, \
+   NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_PTR, NCCL_CONFIG_UNDEF_INT, \
+   NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_PTR, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, \
+   NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, \
+   NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT}
+/** Starting value of properties to ask for. */
+#define NCCL_COMM_PROPERTIES_INITIALIZER \
+  {sizeof(ncclCommProperties_t), NCCL_API_MAGIC, NCCL_VERSION_CODE, 0, 0, 0, 0, 0, 0, \
+   NCCL_GIN_TYPE_NONE, 0, 0, NCCL_GIN_TYPE_NONE}
 
 #define NCCL_MAJOR 2
 
@@ -20,6 +37,10 @@ typedef struct ncclWindow_vidmem ncclWindow_vidmem;
 #define NCCL_VERSION_CODE 23007
 
 #define NCCL_UNIQUE_ID_BYTES 128
+
+#define NCCL_SPLIT_NOCOLOR -1
+
+#define NCCL_API_MAGIC 3405692655
 
 #define NCCL_WIN_DEFAULT 0
 
@@ -36,6 +57,52 @@ typedef struct ncclUniqueId {
 } ncclUniqueId;
 
 typedef ncclComm *ncclComm_t;
+
+typedef struct ncclConfig_v23000 {
+  size_t size;
+  unsigned int magic;
+  unsigned int version;
+  int blocking;
+  int cgaClusterSize;
+  int minCTAs;
+  int maxCTAs;
+  const char *netName;
+  int splitShare;
+  int trafficClass;
+  const char *commName;
+  int collnetEnable;
+  int CTAPolicy;
+  int shrinkShare;
+  int nvlsCTAs;
+  int nChannelsPerNetPeer;
+  int nvlinkCentricSched;
+  int graphUsageMode;
+  int numRmaCtx;
+  int maxP2pPeers;
+  int graphStreamOrdering;
+} ncclConfig_v23000;
+
+typedef struct ncclConfig_v23000 ncclConfig_t;
+
+typedef unsigned int ncclGinType_t;
+
+typedef struct ncclCommProperties {
+  size_t size;
+  unsigned int magic;
+  unsigned int version;
+  int rank;
+  int nRanks;
+  int cudaDev;
+  int nvmlDev;
+  bool deviceApiSupport;
+  bool multimemSupport;
+  ncclGinType_t ginType;
+  int nLsaTeams;
+  bool hostRmaSupport;
+  ncclGinType_t railedGinType;
+} ncclCommProperties;
+
+typedef struct ncclCommProperties ncclCommProperties_t;
 
 typedef unsigned int ncclDataType_t;
 
@@ -113,6 +180,14 @@ typedef ncclWindow_vidmem *ncclWindow_t;
 
 #define ncclNumTypes 12
 
+#define NCCL_GIN_TYPE_NONE 0
+
+#define NCCL_GIN_TYPE_PROXY 2
+
+#define NCCL_GIN_TYPE_GDAKI 3
+
+#define NCCL_GIN_TYPE_GPI 4
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -140,6 +215,39 @@ ncclResult_t ncclGetUniqueId(struct ncclUniqueId *uniqueId);
  * `comm` is writable, inside a group until it ends.
  */
 ncclResult_t ncclCommInitRank(ncclComm_t *comm, int nranks, struct ncclUniqueId commId, int rank);
+
+/**
+ * As `ncclCommInitRank`; nothing that a configuration asks for has a meaning here.
+ *
+ * What the caller vouches for:
+ * `comm` is writable, inside a group until it ends; `config` is null or valid.
+ */
+ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm,
+                                    int nranks,
+                                    struct ncclUniqueId commId,
+                                    int rank,
+                                    ncclConfig_t *config);
+
+/**
+ * Creates a communicator over devices of this process, one rank a device.
+ *
+ * What the caller vouches for:
+ * `comm` has room for `ndev` communicators, `devlist` is null or holds `ndev` ordinals.
+ */
+ncclResult_t ncclCommInitAll(ncclComm_t *comm, int ndev, const int *devlist);
+
+/**
+ * Creates communicators over the ranks that give the same `color`, by `key` and rank; collective, and inside a group done
+ * by `ncclGroupEnd`. `NCCL_SPLIT_NOCOLOR` gives none.
+ *
+ * What the caller vouches for:
+ * `newcomm` is writable, inside a group until it ends; `config` is null or valid.
+ */
+ncclResult_t ncclCommSplit(ncclComm_t comm,
+                           int color,
+                           int key,
+                           ncclComm_t *newcomm,
+                           ncclConfig_t *config);
 
 /**
  * Waits for the communicator's operations.
@@ -198,6 +306,14 @@ ncclResult_t ncclCommUserRank(ncclComm_t comm, int *rank);
 ncclResult_t ncclCommCuDevice(ncclComm_t comm, int *device);
 
 /**
+ * Rank, number of ranks, device, and what the communicator can do.
+ *
+ * What the caller vouches for:
+ * `props` is null or valid.
+ */
+ncclResult_t ncclCommQueryProperties(ncclComm_t comm, ncclCommProperties_t *props);
+
+/**
  * Gathers `sendcount` elements of every rank.
  *
  * What the caller vouches for:
@@ -225,6 +341,63 @@ ncclResult_t ncclAllReduce(const void *sendbuff,
                            cudaStream_t stream);
 
 /**
+ * Reduces `count` elements over the ranks; the root gets the result.
+ *
+ * What the caller vouches for:
+ * `sendbuff`, and on the root `recvbuff`, have `count` elements until the stream has got there.
+ */
+ncclResult_t ncclReduce(const void *sendbuff,
+                        void *recvbuff,
+                        size_t count,
+                        ncclDataType_t datatype,
+                        ncclRedOp_t op,
+                        int root,
+                        ncclComm_t comm,
+                        cudaStream_t stream);
+
+/**
+ * Reduces `recvcount` elements for each rank; rank i gets the i-th part of the result.
+ *
+ * What the caller vouches for:
+ * `recvbuff` has `recvcount` elements, `sendbuff` that many for each rank, both until the stream has got there.
+ */
+ncclResult_t ncclReduceScatter(const void *sendbuff,
+                               void *recvbuff,
+                               size_t recvcount,
+                               ncclDataType_t datatype,
+                               ncclRedOp_t op,
+                               ncclComm_t comm,
+                               cudaStream_t stream);
+
+/**
+ * Sends `count` elements to `peer`, which has to receive them; inside a group done by `ncclGroupEnd`, side by side with the
+ * group's other transfers.
+ *
+ * What the caller vouches for:
+ * `sendbuff` has `count` elements until the stream has got there.
+ */
+ncclResult_t ncclSend(const void *sendbuff,
+                      size_t count,
+                      ncclDataType_t datatype,
+                      int peer,
+                      ncclComm_t comm,
+                      cudaStream_t stream);
+
+/**
+ * Receives `count` elements that `peer` sends; inside a group done by `ncclGroupEnd`, side by side with the group's other
+ * transfers.
+ *
+ * What the caller vouches for:
+ * `recvbuff` has `count` elements until the stream has got there.
+ */
+ncclResult_t ncclRecv(void *recvbuff,
+                      size_t count,
+                      ncclDataType_t datatype,
+                      int peer,
+                      ncclComm_t comm,
+                      cudaStream_t stream);
+
+/**
  * Copies the root's `count` elements to every rank.
  *
  * What the caller vouches for:
@@ -239,7 +412,8 @@ ncclResult_t ncclBroadcast(const void *sendbuff,
                            cudaStream_t stream);
 
 /**
- * Starts a group: communicators created and windows registered in it are set up at the same time.
+ * Starts a group: communicators created and windows registered in it are set up at the same time, and sends and receives
+ * done side by side.
  *
  * What the caller vouches for:
  * Always safe to call.

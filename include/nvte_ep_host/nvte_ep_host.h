@@ -94,6 +94,14 @@ int nvte_ep_host_stats(struct nvte_ep_host_stats *out);
 const char *nvte_ep_host_last_error(void);
 
 /**
+ * Whether NCCL EP would find a compiler for its kernels: 1, or 0 where `NVTE_EP_HOST_FAULT` hides it from this rank.
+ *
+ * What the caller vouches for:
+ * Always safe to call.
+ */
+int nvte_ep_host_compiler(void);
+
+/**
  * How often a rule of the contract was broken in this process, by the rule's name in reports; with null how often any was,
  * and for a name that no rule has `UINT64_MAX`.
  *

@@ -6,7 +6,8 @@ export NVTE_EP_RUNTIME=host OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONF
 check "the main job" cargo run --release --locked -p nvte-ep-cli -- run
 check "release build" cargo build --release --locked
 nvte_ep=$TARGET/release/nvte-ep
-for arguments in "--ranks 2 --dtype f32 --top-k 1 --align 1" "--ranks 2 --dtype f16 --top-k 8 --align 128" "--ranks 8 --tokens 64 --top-k 8 --experts 64"; do
+for arguments in "--ranks 2 --dtype f32 --top-k 1 --align 1" "--ranks 2 --dtype f16 --top-k 8 --align 128" "--ranks 8 --tokens 64 --top-k 8 --experts 64" \
+  "--ranks 64 --tokens 32 --hidden 64 --top-k 4 --experts 256 --steps 1"; do
   # shellcheck disable=SC2086
   check "run $arguments" "$nvte_ep" run $arguments
 done

@@ -29,6 +29,9 @@ with_pkg_config() {
 check "pkg-config" with_pkg_config
 command_runs() { env -u NVTE_EP_RUNTIME "$work/full/bin/nvte-ep" run --runtime host --ranks 2 --tokens 32 --hidden 64 | tail -1 | grep -x "all checks passed"; }
 check "the installed command" command_runs
+# shellcheck disable=SC2016
+command_launches() { "$work/full/bin/nvte-ep" launch -n 2 -- sh -c 'test -e "${LD_LIBRARY_PATH%%:*}/libnccl.so.2" && test "$WORLD_SIZE" = 2'; }
+check "the installed command launches programs" command_launches
 versions() {
   local version
   for version in 0.1 0.2; do

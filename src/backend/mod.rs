@@ -388,8 +388,9 @@ impl Backend {
             preflight::device(device, &facts)?;
             preflight::nccl_version(nccl)?;
             let library = sys::nccl_ep(base, &env)?;
-            if base.runtime == RuntimeKind::Cuda {
-                preflight::jit(base, library, nccl)?.export();
+            match base.runtime {
+                RuntimeKind::Cuda => preflight::jit(base, library, nccl)?.export(),
+                RuntimeKind::Host => preflight::host_compiler(library)?,
             }
             tracing::info!(target: "nvte_ep", path = ?library.path, version = library.functions.version()?, "NCCL EP");
             Ok(library)

@@ -5,7 +5,7 @@ use crate::env::{Env, RuntimeKind};
 use crate::error::{Error, Result};
 use libloading::Library;
 use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
-use std::ffi::{CStr, OsStr, c_void};
+use std::ffi::{CStr, OsStr, c_int, c_void};
 use std::path::{Path, PathBuf};
 
 /// NCCL EP and where it came from, which tells where its device headers are.
@@ -15,6 +15,8 @@ pub struct NcclEpLibrary {
     pub functions: ep::NcclEp,
     /// The file it was loaded from; none when the loader does not tell.
     pub path: Option<PathBuf>,
+    /// On the host runtime: whether NCCL EP would find a compiler.
+    pub host_compiler: Option<unsafe extern "C" fn() -> c_int>,
 }
 
 impl NcclEpLibrary {
@@ -76,7 +78,13 @@ pub(super) fn nccl_ep(base: &Base, env: &Env) -> Result<NcclEpLibrary> {
         open_first("NCCL EP", remedy, nccl_ep_candidates(base, env))?
     };
     let functions = ep::NcclEp::from_library(library).map_err(|e| incomplete("NCCL EP", &e))?;
-    Ok(NcclEpLibrary { path: file_of(functions.ncclEpDispatch as *const c_void), functions })
+    let host_compiler = match base.runtime {
+        // SAFETY: the host runtime declares it so (nvte_ep_host.h). An older one may lack it.
+        RuntimeKind::Host => unsafe { library.get::<unsafe extern "C" fn() -> c_int>(b"nvte_ep_host_compiler\0") }.ok(),
+        RuntimeKind::Cuda => None,
+    };
+    let host_compiler = host_compiler.map(|function| *function);
+    Ok(NcclEpLibrary { path: file_of(functions.ncclEpDispatch as *const c_void), functions, host_compiler })
 }
 
 const HOST: &str = "the host runtime";

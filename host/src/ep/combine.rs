@@ -4,15 +4,17 @@
 //! experts in FP32 and rounds to the token type; the token's rank sums those partial rows over ranks in FP32 and rounds.
 //! With zero copy the first sum is written over the token's first row in the caller's window, where the peers read it.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use nvte_ep_bindings::*;
 
-use crate::channel::Channel;
+use crate::channel::{Channel, Offer, PIECE_BYTES};
 use crate::check::{self, Rule};
 use crate::dtype::{self, TokenType};
 use crate::ep::desc::{self, Place, Tensor, invalid};
 use crate::ep::dispatch::{check_limits, check_tokens};
+use crate::ep::group::Layout;
 use crate::ep::handle::{Arrivals, Handle};
 use crate::fault::{Fault, Outcome};
 use crate::memory::Span;
@@ -21,6 +23,10 @@ use crate::stream::Stream;
 const FUNCTION: &str = "ncclEpCombine";
 /// Most rows of a token on a rank where duplicates are summed in place.
 const MAX_DUPLICATES: usize = 8;
+/// An expert (i32) and its gradient (f32).
+const PAIR_BYTES: usize = 8;
+/// First position (i32) and number (i32) of the tokens of one rank.
+const BLOCK_BYTES: usize = 8;
 
 struct Combine {
     handle: Arc<Handle>,
@@ -109,7 +115,11 @@ pub unsafe fn combine(
         let by_token = unsafe { Tensor::require(outputs.topk_weights, &group.comm, FUNCTION, "outputs.topk_weights") }?;
         by_row.expect_float()?;
         by_token.expect_float()?;
-        if by_row.vector()? != input_rows {
+        if handle.layout == Layout::Flat {
+            if by_row.matrix()? != (input_rows, handle.top_k) {
+                return Err(by_row.wrong(format!("must be [{input_rows}, {}]", handle.top_k)));
+            }
+        } else if by_row.vector()? != input_rows {
             return Err(by_row.wrong(format!("must have the {input_rows} rows of inputs.tokens")));
         }
         if !group.eager && input_rows > group.capacity {
@@ -151,29 +161,22 @@ pub unsafe fn combine(
     Ok(())
 }
 
+/// What a rank offers of one piece: blocks by source rank, then a row for each of their tokens, then pairs.
+struct Partials<'a> {
+    first_position: i64,
+    count: usize,
+    rows: &'a [u8],
+    pairs: &'a [[u8; PAIR_BYTES]],
+}
+
 impl Combine {
     fn run(&self, channel: &mut Channel) -> Outcome<()> {
         let arrivals = Arrivals::read(&self.handle, FUNCTION)?;
         self.check(&arrivals)?;
-        let head = self.offer(channel, &arrivals)?;
-
-        let (ranks, top_k) = (channel.ranks(), self.handle.top_k);
+        let (ranks, group) = (channel.ranks(), &self.handle.group);
         let memory = &self.handle.memory;
         let source_map = memory.read_i32(memory.layout.source_map, self.tokens * ranks);
-        let offers = (0..ranks).map(|rank| channel.offer(rank)).collect::<Outcome<Vec<_>>>()?;
-        let received: Vec<usize> = offers.iter().map(|offer| offer.args[0] as usize).collect();
-        for (index, position) in source_map.iter().enumerate() {
-            let (token, rank) = (index / ranks, index % ranks);
-            if *position < -1 || (*position >= 0 && *position as usize >= received[rank]) {
-                let text = format!(
-                    "{}: handle_mem expects row {position} of rank {rank} for token {token}, which received {} tokens: \
-                     the routing of another UpdateHandle",
-                    self.what, received[rank]
-                );
-                return Err(Fault::both(cudaErrorIllegalAddress, ncclInvalidUsage, text).breaks(Rule::HandleMemory));
-            }
-        }
-
+        let token_map = memory.read_i32(memory.layout.token_map, ranks * group.max_tokens);
         let windows = match &self.place {
             Some(place) => (0..ranks).map(|rank| place.on(rank)).collect::<Outcome<Vec<_>>>()?,
             None => Vec::new(),
@@ -182,51 +185,115 @@ impl Combine {
         let mut sums = vec![0f32; columns];
         let mut scratch = vec![0f32; columns];
         let mut row = vec![0u8; self.row_bytes];
-        for token in 0..self.tokens {
-            sums.fill(0.0);
-            for rank in 0..ranks {
-                let Ok(position) = usize::try_from(source_map[token * ranks + rank]) else { continue };
-                let partial = if windows.is_empty() {
-                    &offers[rank].bytes[position * self.row_bytes..][..self.row_bytes]
-                } else {
-                    let first_row = offers[rank].bytes.as_chunks::<4>().0[position];
-                    let start = i32::from_ne_bytes(first_row) as usize * self.row_bytes;
-                    if start + self.row_bytes > windows[rank].byte_len() {
-                        let text = format!("{}: the window of rank {rank} is too small for its rows", self.what);
-                        return Err(
-                            Fault::both(cudaErrorIllegalAddress, ncclInvalidArgument, text).breaks(Rule::WindowBounds)
-                        );
+        // Each rank may have to return every token of the piece to every rank.
+        let piece = (PIECE_BYTES / (ranks * (self.head_bytes() + self.pair_bytes()))).max(1);
+        let mut first = 0;
+        loop {
+            let range = first..(first + piece).min(group.max_tokens);
+            self.offer(channel, &arrivals, &token_map, range.clone())?;
+            let offers = (0..ranks).map(|rank| channel.offer(rank)).collect::<Outcome<Vec<_>>>()?;
+            let most = offers.iter().map(|offer| offer.args[1] as usize).max().unwrap_or(0);
+            let partials: Vec<_> = offers.iter().map(|offer| self.partials(offer, channel.rank(), ranks)).collect();
+            for token in range.start..range.end.min(self.tokens) {
+                sums.fill(0.0);
+                for (rank, partials) in partials.iter().enumerate() {
+                    let position = source_map[token * ranks + rank];
+                    if position == -1 {
+                        continue;
                     }
-                    windows[rank].view(start, self.row_bytes)
-                };
-                self.token_type.add(&mut sums, &mut scratch, partial);
+                    let index = i64::from(position) - partials.first_position;
+                    let index = usize::try_from(index).ok().filter(|index| *index < partials.count);
+                    let index = index.ok_or_else(|| self.stray(token, rank, position, offers[rank].args[0]))?;
+                    let partial = if windows.is_empty() {
+                        &partials.rows[index * self.row_bytes..][..self.row_bytes]
+                    } else {
+                        let first_row = partials.rows.as_chunks::<4>().0[index];
+                        let start = i32::from_ne_bytes(first_row) as usize * self.row_bytes;
+                        if start + self.row_bytes > windows[rank].byte_len() {
+                            let text = format!("{}: the window of rank {rank} is too small for its rows", self.what);
+                            return Err(Fault::both(cudaErrorIllegalAddress, ncclInvalidArgument, text)
+                                .breaks(Rule::WindowBounds));
+                        }
+                        windows[rank].view(start, self.row_bytes)
+                    };
+                    self.token_type.add(&mut sums, &mut scratch, partial);
+                }
+                self.token_type.store(&sums, &mut row);
+                self.output.write(token * self.row_bytes, &row);
             }
-            self.token_type.store(&sums, &mut row);
-            self.output.write(token * self.row_bytes, &row);
-        }
-
-        if let Some((_, by_token, width)) = &self.weights {
-            let experts = memory.read_topk(self.tokens * top_k, *width, self.handle.group.experts);
-            let local_experts = self.handle.group.experts / ranks;
-            let mut gradients = Vec::with_capacity(experts.len() * 4);
-            for (index, expert) in experts.iter().enumerate() {
-                let gradient = usize::try_from(*expert).ok().and_then(|expert| {
-                    let rank = expert / local_experts;
-                    let position = usize::try_from(source_map[index / top_k * ranks + rank]).ok()?;
-                    let pairs = offers[rank].bytes[received[rank] * head..].as_chunks::<8>().0;
-                    let wanted = (expert as i32).to_ne_bytes();
-                    let pair = pairs[position * top_k..][..top_k].iter().find(|pair| pair[..4] == wanted)?;
-                    Some([pair[4], pair[5], pair[6], pair[7]])
-                });
-                gradients.extend(gradient.unwrap_or_default());
+            self.return_gradients(range.start..range.end.min(self.tokens), &source_map, &partials);
+            first += piece;
+            if first >= most {
+                break;
             }
-            by_token.write(0, &gradients);
         }
         if self.place.is_some() {
             // The peers' next work on their windows waits until all have read them.
             channel.exchange(&format!("{}: rows read", self.what), [0; 4], 0)?;
         }
         Ok(())
+    }
+
+    /// BWD: writes the gradients of the weights of the own tokens in `range`.
+    fn return_gradients(&self, range: Range<usize>, source_map: &[i32], partials: &[Partials<'_>]) {
+        let Some((_, by_token, width)) = &self.weights else { return };
+        if range.is_empty() {
+            return;
+        }
+        let (top_k, group) = (self.handle.top_k, &self.handle.group);
+        let ranks = partials.len();
+        let local_experts = group.experts / ranks;
+        let experts = self.handle.memory.read_topk(range.start * top_k, range.len() * top_k, *width, group.experts);
+        let mut gradients = Vec::with_capacity(experts.len() * 4);
+        for (index, expert) in experts.iter().enumerate() {
+            let gradient = usize::try_from(*expert).ok().and_then(|expert| {
+                let rank = expert / local_experts;
+                let position = i64::from(source_map[(range.start + index / top_k) * ranks + rank]);
+                let index = usize::try_from(position - partials[rank].first_position).ok()?;
+                let wanted = (expert as i32).to_ne_bytes();
+                let pairs = partials[rank].pairs.get(index * top_k..)?.get(..top_k)?;
+                let pair = pairs.iter().find(|pair| pair[..4] == wanted)?;
+                Some([pair[4], pair[5], pair[6], pair[7]])
+            });
+            gradients.extend(gradient.unwrap_or_default());
+        }
+        by_token.write(range.start * top_k * 4, &gradients);
+    }
+
+    /// What a peer offers rank `rank` of a piece.
+    fn partials<'a>(&self, offer: &Offer<'a>, rank: usize, ranks: usize) -> Partials<'a> {
+        let (blocks, rest) = offer.bytes.split_at(ranks * BLOCK_BYTES);
+        let block = |rank: usize| {
+            let [a, b, c, d, w, x, y, z] = blocks.as_chunks::<BLOCK_BYTES>().0[rank];
+            (i64::from(i32::from_ne_bytes([a, b, c, d])), i32::from_ne_bytes([w, x, y, z]) as usize)
+        };
+        let before: usize = (0..rank).map(|rank| block(rank).1).sum();
+        let all = before + (rank..ranks).map(|rank| block(rank).1).sum::<usize>();
+        let (first_position, count) = block(rank);
+        let (head, top_k) = (self.head_bytes(), self.handle.top_k);
+        let (rows, pairs) = rest.split_at(all * head);
+        let pairs = pairs.as_chunks::<PAIR_BYTES>().0;
+        let pairs = if self.weights.is_some() { &pairs[before * top_k..][..count * top_k] } else { &[] };
+        Partials { first_position, count, rows: &rows[before * head..][..count * head], pairs }
+    }
+
+    fn stray(&self, token: usize, rank: usize, position: i32, received: u64) -> Fault {
+        let text = format!(
+            "{}: handle_mem expects row {position} of rank {rank} for token {token}, which received {received} tokens: \
+             the routing of another UpdateHandle",
+            self.what
+        );
+        Fault::both(cudaErrorIllegalAddress, ncclInvalidUsage, text).breaks(Rule::HandleMemory)
+    }
+
+    /// Bytes of a token's row as it is offered: the partial sum, or with zero copy the number of the row that holds it.
+    fn head_bytes(&self) -> usize {
+        if self.place.is_some() { size_of::<i32>() } else { self.row_bytes }
+    }
+
+    /// Bytes of a token's pairs.
+    fn pair_bytes(&self) -> usize {
+        if self.weights.is_some() { self.handle.top_k * PAIR_BYTES } else { 0 }
     }
 
     fn check(&self, arrivals: &Arrivals) -> Outcome<()> {
@@ -245,20 +312,49 @@ impl Combine {
         let used = || arrivals.slots.iter().filter_map(|slot| usize::try_from(*slot).ok());
         check::written(&format!("{FUNCTION}: inputs.tokens"), &self.input, self.row_bytes, used())?;
         if let Some((by_row, _, _)) = &self.weights {
-            check::written(&format!("{FUNCTION}: inputs.topk_weights"), by_row, 4, used())?;
+            let width = if self.handle.layout == Layout::Flat { self.handle.top_k * 4 } else { 4 };
+            check::written(&format!("{FUNCTION}: inputs.topk_weights"), by_row, width, used())?;
         }
         Ok(())
     }
 
-    /// Offers for each received token its partial row, or with zero copy the number of the row that holds it, and behind
-    /// them in BWD `top_k` pairs (expert, gradient) a token. Gives the bytes of what comes first, a token.
-    fn offer(&self, channel: &mut Channel, arrivals: &Arrivals) -> Outcome<usize> {
-        let top_k = self.handle.top_k;
-        let head = if self.place.is_some() { size_of::<i32>() } else { self.row_bytes };
-        let rows = arrivals.received * head;
-        let bytes = rows + if self.weights.is_some() { arrivals.received * top_k * 8 } else { 0 };
-        let first_expert = channel.rank() * arrivals.counts.len();
-        let (first, pairs) = channel.stage(bytes)?.split_at_mut(rows);
+    /// Offers for each received token whose row number on its rank is in `range` its partial row, or with zero copy the
+    /// number of the row that holds it, and behind them in BWD `top_k` pairs (expert, gradient) a token.
+    fn offer(&self, channel: &mut Channel, arrivals: &Arrivals, token_map: &[i32], range: Range<usize>) -> Outcome<()> {
+        let (ranks, top_k) = (channel.ranks(), self.handle.top_k);
+        let blocks = token_map
+            .chunks_exact(self.handle.group.max_tokens)
+            .enumerate()
+            .map(|(source, positions)| {
+                let mut there = positions[range.clone()].iter().filter(|position| **position >= 0);
+                let first = there.clone().next().map_or(0, |first| *first as usize);
+                let count = there.clone().count();
+                // UpdateHandle numbers a rank's tokens one after the other.
+                let consecutive = there.all({
+                    let mut next = first..;
+                    move |position| next.next() == Some(*position as usize)
+                });
+                if consecutive && first + count <= arrivals.received {
+                    return Ok(first..first + count);
+                }
+                let text = format!("{}: handle_mem holds no sound positions of rank {source}'s tokens", self.what);
+                Err(Fault::both(cudaErrorIllegalAddress, ncclInvalidUsage, text).breaks(Rule::HandleMemory))
+            })
+            .collect::<Outcome<Vec<Range<usize>>>>()?;
+        let count: usize = blocks.iter().map(Range::len).sum();
+        let (head, rows) = (ranks * BLOCK_BYTES, count * self.head_bytes());
+        let bytes = head + rows + count * self.pair_bytes();
+        let group = &self.handle.group;
+        let first_expert = channel.rank() * (group.experts / ranks);
+        let (table, rest) = channel.stage(bytes)?.split_at_mut(head);
+        let (first, pairs) = rest.split_at_mut(rows);
+        for (there, block) in table.as_chunks_mut::<BLOCK_BYTES>().0.iter_mut().zip(&blocks) {
+            there[..4].copy_from_slice(&(block.start as i32).to_ne_bytes());
+            there[4..].copy_from_slice(&(block.len() as i32).to_ne_bytes());
+        }
+        let slots_of = || {
+            blocks.iter().flat_map(|block| arrivals.slots[block.start * top_k..].chunks_exact(top_k).take(block.len()))
+        };
 
         let columns = self.row_bytes / self.token_type.size();
         let mut sums = vec![0f32; columns];
@@ -273,7 +369,7 @@ impl Combine {
         };
         if self.place.is_some() {
             let mut sum = vec![0u8; self.row_bytes];
-            for (there, slots) in first.as_chunks_mut::<4>().0.iter_mut().zip(arrivals.slots.chunks_exact(top_k)) {
+            for (there, slots) in first.as_chunks_mut::<4>().0.iter_mut().zip(slots_of()) {
                 if slots.get(1).is_some_and(|slot| *slot >= 0) {
                     sum_rows(slots, &mut sum);
                     self.input.write(slots[0] as usize * self.row_bytes, &sum);
@@ -281,23 +377,25 @@ impl Combine {
                 *there = slots[0].to_ne_bytes();
             }
         } else {
-            let partials = first.chunks_exact_mut(self.row_bytes);
-            for (partial, slots) in partials.zip(arrivals.slots.chunks_exact(top_k)) {
+            for (partial, slots) in first.chunks_exact_mut(self.row_bytes).zip(slots_of()) {
                 sum_rows(slots, partial);
             }
         }
         if let Some((by_row, _, _)) = &self.weights {
-            for (pair, slot) in pairs.as_chunks_mut::<8>().0.iter_mut().zip(&arrivals.slots) {
-                let (expert, gradient) = match usize::try_from(*slot) {
-                    Ok(row) => ((first_expert + arrivals.expert_of(*slot)) as i32, by_row.view(row * 4, 4)),
-                    Err(_) => (-1, &[0; 4][..]),
+            let flat = self.handle.layout == Layout::Flat;
+            let indices = blocks.iter().flat_map(|block| block.start * top_k..block.end * top_k);
+            for (pair, index) in pairs.as_chunks_mut::<PAIR_BYTES>().0.iter_mut().zip(indices) {
+                // The flat layout's gradients lie by token and expert, the expert-major one's by row.
+                let place = if flat { index } else { usize::try_from(arrivals.slots[index]).unwrap_or(0) };
+                let (expert, gradient) = match arrivals.expert(index) {
+                    Some(expert) => ((first_expert + expert) as i32, by_row.view(place * 4, 4)),
+                    None => (-1, &[0; 4][..]),
                 };
                 pair[..4].copy_from_slice(&expert.to_ne_bytes());
                 pair[4..].copy_from_slice(gradient);
             }
         }
-        channel.exchange(&self.what, [arrivals.received as u64, 0, 0, 0], bytes)?;
-        Ok(head)
+        channel.exchange(&self.what, [arrivals.received as u64, self.tokens as u64, 0, 0], bytes)
     }
 
     /// The memory that the operation uses.

@@ -1,13 +1,15 @@
 //! `ncclEpDispatch`: token rows travel to the ranks of their experts.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use nvte_ep_bindings::*;
 
-use crate::channel::{Channel, Offer};
+use crate::channel::{Channel, PIECE_BYTES};
 use crate::check::{self, Rule};
 use crate::dtype::{self, TokenType};
 use crate::ep::desc::{self, Place, Tensor, invalid};
+use crate::ep::group::Layout;
 use crate::ep::handle::{Arrivals, Handle, MAX_TOP_K};
 use crate::fault::{Fault, Outcome};
 use crate::graph;
@@ -15,6 +17,8 @@ use crate::memory::Span;
 use crate::stream::Stream;
 
 const FUNCTION: &str = "ncclEpDispatch";
+/// An expert (i32) and its weight (f32).
+const ROUTE_BYTES: usize = 8;
 
 /// Rows of one kind that travel: the tokens, or the scales of quantised tokens.
 struct Lane {
@@ -30,9 +34,21 @@ struct Dispatch {
     /// Own tokens.
     tokens: usize,
     lanes: Vec<Lane>,
-    /// FWD: own weights, received weights, index width.
-    weights: Option<(Span, Span, usize)>,
+    /// FWD only.
+    weights: Option<Weights>,
     what: String,
+}
+
+/// The routing weights of a forward pass.
+struct Weights {
+    own: Span,
+    received: Span,
+    /// Flat layout: the experts that the received weights belong to.
+    experts: Option<Span>,
+    /// Whether these experts are numbered over the group rather than the rank.
+    global_ids: bool,
+    /// Bytes of an index in handle memory.
+    width: usize,
 }
 
 /// What a token tensor of either direction must fulfil; gives rows and bytes of a row.
@@ -98,7 +114,7 @@ pub fn check_limits(handle: &Handle, function: &str) -> Outcome<()> {
     if !handle.group.experts.is_multiple_of(4) {
         return Err(invalid(format!("{function}: num_experts {} is not a multiple of 4", handle.group.experts)));
     }
-    if handle.top_k > MAX_TOP_K && !handle.group.duplicates {
+    if handle.top_k > MAX_TOP_K && !handle.group.duplicates && handle.layout == Layout::ExpertMajor {
         return Err(invalid(format!("{function}: num_topk {} is larger than {MAX_TOP_K}", handle.top_k)));
     }
     Ok(())
@@ -126,7 +142,7 @@ pub unsafe fn dispatch(
     // SAFETY: passed on to the caller.
     let outputs = unsafe { desc::read_struct(outputs, FUNCTION) }?;
     // SAFETY: passed on to the caller.
-    let _ = unsafe { desc::read_optional(layout_info, FUNCTION) }?;
+    let info = unsafe { desc::read_optional(layout_info, FUNCTION) }?.unwrap_or_default();
     // SAFETY: passed on to the caller.
     let config = unsafe { desc::read_optional(config, FUNCTION) }?.unwrap_or_default();
     let forward = desc::is_forward(config.pass_direction, FUNCTION)?;
@@ -138,9 +154,17 @@ pub unsafe fn dispatch(
     if !quantised && (!inputs.scales.is_null() || !outputs.scales.is_null()) {
         return Err(invalid(format!("{FUNCTION}: scales are given without a quant_recipe")));
     }
-    if !outputs.topk_idx.is_null() {
-        return Err(invalid(format!("{FUNCTION}: outputs.topk_idx is given with the expert-major layout")));
+    let flat = handle.layout == Layout::Flat;
+    let gives_experts = flat && forward;
+    if !outputs.topk_idx.is_null() && !gives_experts {
+        let text = if flat { "in the backward pass" } else { "with the expert-major layout" };
+        return Err(invalid(format!("{FUNCTION}: outputs.topk_idx is given {text}")));
     }
+    let global_ids = match info.recv_topk_idx_kind {
+        NCCL_EP_EXPERT_ID_AUTO | NCCL_EP_EXPERT_ID_LOCAL => false,
+        NCCL_EP_EXPERT_ID_GLOBAL => true,
+        other => return Err(invalid(format!("{FUNCTION}: layout_info.recv_topk_idx_kind {other} is unknown"))),
+    };
     check_limits(&handle, FUNCTION)?;
 
     let require = |pointer: *mut ncclEpTensor_t, name: &str| {
@@ -205,13 +229,27 @@ pub unsafe fn dispatch(
         if own.matrix()? != (rows, handle.top_k) {
             return Err(own.wrong(format!("must be [{rows}, {}]", handle.top_k)));
         }
-        if there.vector()? < needed {
-            return Err(there.wrong(format!("must have at least {limit} = {needed} elements")));
+        let elements = if flat { there.matrix()?.0 } else { there.vector()? };
+        if elements < needed || (flat && there.shape[1] != handle.top_k) {
+            let columns = if flat { format!(" x {}", handle.top_k) } else { String::new() };
+            return Err(there.wrong(format!("must have at least {limit} = {needed}{columns} elements")));
         }
         if there.is_empty() != received.is_empty() {
             return Err(there.wrong(format!("must be empty if and only if outputs.tokens {:?} is", received.shape)));
         }
-        Some((own.span, there.span))
+        let experts = if flat {
+            let experts = require(outputs.topk_idx, "outputs.topk_idx")?;
+            let (rows, columns) = experts.matrix()?;
+            if experts.datatype != ncclInt64 || rows < needed || columns != handle.top_k {
+                let text = format!("must be int64 of at least {limit} = {needed} x {}", handle.top_k);
+                return Err(experts.wrong(text));
+            }
+            Some(experts.span)
+        } else {
+            None
+        };
+        let width = handle.prepared.lock().index_width;
+        Some(Weights { own: own.span, received: there.span, experts, global_ids, width })
     } else {
         if !inputs.topk_weights.is_null() || !outputs.topk_weights.is_null() {
             return Err(invalid(format!("{FUNCTION}: topk_weights are given in the backward pass")));
@@ -222,7 +260,6 @@ pub unsafe fn dispatch(
     if rows != prepared {
         return Err(tokens.wrong(format!("must have the {prepared} rows of UpdateHandle's topk_idx")));
     }
-    let width = handle.prepared.lock().index_width;
     let scales = pairs.get(1).map_or_else(String::new, |(scales, _)| {
         format!(", scales={} x {}", scales.shape[1], dtype::name(scales.datatype))
     });
@@ -234,13 +271,7 @@ pub unsafe fn dispatch(
         dtype::name(tokens.datatype),
         handle.top_k,
     );
-    let dispatch = Dispatch {
-        handle: Arc::clone(&handle),
-        tokens: rows,
-        lanes,
-        weights: weights.map(|(own, there)| (own, there, width)),
-        what,
-    };
+    let dispatch = Dispatch { handle: Arc::clone(&handle), tokens: rows, lanes, weights, what };
     group.line.enqueue(stream, |s| &s.dispatches, &dispatch.spans(), move |channel| dispatch.run(channel))?;
     Ok(())
 }
@@ -261,13 +292,19 @@ impl Dispatch {
                 lane.output.fill(padding.start * lane.row_bytes, padding.len() * lane.row_bytes, 0);
             }
         }
-        if let Some((_, there, _)) = &self.weights {
+        let Some(given) = &self.weights else { return Ok(()) };
+        let mut total = arrivals.received * self.handle.top_k;
+        if let Some(there) = &given.experts {
+            let first = if given.global_ids { self.first_expert() } else { 0 };
+            let experts = (0..total).map(|i| arrivals.expert(i).map_or(-1, |expert| (first + expert) as i64));
+            there.write(0, &experts.flat_map(i64::to_ne_bytes).collect::<Vec<u8>>());
+        } else {
             // Rows beyond the padded total keep what they held, but for DROP, and for duplicates, which go over them all.
             let all = group.drop || group.duplicates;
-            let total = if all { capacity } else { capacity.min(arrivals.total()) };
-            let bytes: Vec<u8> = weights[..total].iter().flat_map(|weight| weight.to_ne_bytes()).collect();
-            there.write(0, &bytes);
+            total = if all { capacity } else { capacity.min(arrivals.total()) };
         }
+        let bytes: Vec<u8> = weights[..total].iter().flat_map(|weight| weight.to_ne_bytes()).collect();
+        given.received.write(0, &bytes);
         Ok(())
     }
 
@@ -282,46 +319,60 @@ impl Dispatch {
         for (lane, name) in self.lanes.iter().zip(["inputs.tokens", "inputs.scales"]) {
             check::written(&format!("{FUNCTION}: {name}"), &lane.input, lane.row_bytes, sent())?;
         }
-        match &self.weights {
-            Some((own, _, _)) => {
-                check::written(&format!("{FUNCTION}: inputs.topk_weights"), own, self.handle.top_k * 4, sent())
-            }
-            None => Ok(()),
-        }
+        let Some(Weights { own, .. }) = &self.weights else { return Ok(()) };
+        check::written(&format!("{FUNCTION}: inputs.topk_weights"), own, self.handle.top_k * 4, sent())
     }
 
-    /// Staged: every rank offers its rows, and takes those that it receives. Gives the weights by row.
+    /// Staged: every rank offers its rows, some tokens at a time, and takes those that it receives. Gives the weights by
+    /// row.
     fn read_from_peers(&self, channel: &mut Channel, arrivals: &Arrivals, capacity: usize) -> Outcome<Vec<f32>> {
-        self.stage_rows(channel)?;
         let group = &self.handle.group;
-        if group.drop && !group.duplicates {
+        if group.drop && !group.duplicates && self.handle.layout == Layout::ExpertMajor {
             for lane in &self.lanes {
                 lane.output.fill(0, capacity * lane.row_bytes, 0);
             }
         }
         let top_k = self.handle.top_k;
-        for rank in 0..channel.ranks() {
-            let offer = channel.offer(rank)?;
-            let tokens = offer.args[0] as usize;
-            let mut rest = offer.bytes;
-            let mut rows_of = Vec::with_capacity(self.lanes.len());
-            for lane in &self.lanes {
-                let (rows, behind) = rest.split_at(tokens * lane.row_bytes);
-                rows_of.push(rows);
-                rest = behind;
-            }
-            for (token, position) in self.arriving_from(rank, tokens, arrivals)? {
-                let slots = &arrivals.slots[position * top_k..][..top_k];
-                for (lane, rows) in self.lanes.iter().zip(&rows_of) {
-                    let row = &rows[token * lane.row_bytes..][..lane.row_bytes];
-                    for slot in slots.iter().filter_map(|slot| usize::try_from(*slot).ok()) {
-                        lane.output.write(slot * lane.row_bytes, row);
+        let mut weights = self.no_weights(arrivals, capacity);
+        let piece = (PIECE_BYTES / (self.row_bytes() + self.route_bytes())).max(1);
+        let mut first = 0;
+        loop {
+            self.stage_rows(channel, first..first + piece)?;
+            let offers = (0..channel.ranks()).map(|rank| channel.offer(rank)).collect::<Outcome<Vec<_>>>()?;
+            let most = offers.iter().map(|offer| offer.args[0] as usize).max().unwrap_or(0);
+            let is_last = first + piece >= most;
+            // What the routing expects beyond the tokens that came is an error, so the last piece looks for all of it.
+            let range = first..if is_last { group.max_tokens.max(first) } else { first + piece };
+            for (rank, offer) in offers.iter().enumerate() {
+                let tokens = offer.args[0] as usize;
+                let offered = tokens.clamp(first, first + piece) - first;
+                let mut rest = offer.bytes;
+                let mut rows_of = Vec::with_capacity(self.lanes.len());
+                for lane in &self.lanes {
+                    let (rows, behind) = rest.split_at(offered * lane.row_bytes);
+                    rows_of.push(rows);
+                    rest = behind;
+                }
+                let routes = rest.as_chunks::<ROUTE_BYTES>().0;
+                for (token, position) in self.arriving_from(rank, tokens, range.clone(), arrivals)? {
+                    let slots = &arrivals.slots[position * top_k..][..top_k];
+                    for (lane, rows) in self.lanes.iter().zip(&rows_of) {
+                        let row = &rows[(token - first) * lane.row_bytes..][..lane.row_bytes];
+                        for slot in slots.iter().filter_map(|slot| usize::try_from(*slot).ok()) {
+                            lane.output.write(slot * lane.row_bytes, row);
+                        }
+                    }
+                    if self.weights.is_some() {
+                        let route = &routes[(token - first) * top_k..][..top_k];
+                        self.scatter_weights(route, position, arrivals, &mut weights);
                     }
                 }
             }
+            if is_last {
+                return Ok(weights);
+            }
+            first += piece;
         }
-        let row_bytes = self.row_bytes();
-        self.received_weights(channel, arrivals, capacity, |offer| offer.args[0] as usize * row_bytes)
     }
 
     /// Zero copy: every rank writes a row once into the window of each rank that receives it, and the receiver fans the
@@ -329,12 +380,12 @@ impl Dispatch {
     fn write_to_peers(&self, channel: &mut Channel, arrivals: &Arrivals, capacity: usize) -> Outcome<Vec<f32>> {
         let primaries = arrivals.primaries(self.handle.top_k);
         let head = size_of_val(&*primaries);
-        let bytes = head + self.route_bytes();
+        let bytes = head + self.tokens * self.route_bytes();
         let (first_rows, routes) = channel.stage(bytes)?.split_at_mut(head);
         for (there, row) in first_rows.as_chunks_mut::<4>().0.iter_mut().zip(&primaries) {
             *there = row.to_ne_bytes();
         }
-        self.stage_routes(routes);
+        self.stage_routes(routes, 0..self.tokens);
         channel.exchange(&self.what, [self.tokens as u64, arrivals.received as u64, 0, 0], bytes)?;
 
         let ranks = channel.ranks();
@@ -358,13 +409,21 @@ impl Dispatch {
                 }
             }
         }
+        let top_k = self.handle.top_k;
+        let mut weights = self.no_weights(arrivals, capacity);
         for rank in 0..ranks {
+            let offer = channel.offer(rank)?;
+            let routes = offer.bytes[offer.args[1] as usize * 4..].as_chunks::<ROUTE_BYTES>().0;
+            let all = 0..self.handle.group.max_tokens;
             // Fails where the tokens that peers sent are not those that the routing expects.
-            self.arriving_from(rank, channel.offer(rank)?.args[0] as usize, arrivals)?;
+            let arriving = self.arriving_from(rank, offer.args[0] as usize, all, arrivals)?;
+            for (token, position) in arriving.into_iter().filter(|_| self.weights.is_some()) {
+                let route = &routes[token * top_k..][..top_k];
+                self.scatter_weights(route, position, arrivals, &mut weights);
+            }
         }
-        let weights = self.received_weights(channel, arrivals, capacity, |offer| offer.args[1] as usize * 4)?;
         channel.exchange(&format!("{}: rows written", self.what), [0; 4], 0)?;
-        for slots in arrivals.slots.chunks_exact(self.handle.top_k) {
+        for slots in arrivals.slots.chunks_exact(top_k) {
             let mut slots = slots.iter().filter_map(|slot| usize::try_from(*slot).ok());
             let Some(first) = slots.next() else { continue };
             for slot in slots {
@@ -376,13 +435,20 @@ impl Dispatch {
         Ok(weights)
     }
 
-    /// Tokens of a rank that this rank receives, with their positions among all received ones.
-    fn arriving_from(&self, rank: usize, tokens: usize, arrivals: &Arrivals) -> Outcome<Vec<(usize, usize)>> {
+    /// Those of a rank's tokens in `range` that this rank receives, with their positions among all received ones.
+    fn arriving_from(
+        &self,
+        rank: usize,
+        tokens: usize,
+        range: Range<usize>,
+        arrivals: &Arrivals,
+    ) -> Outcome<Vec<(usize, usize)>> {
         let memory = &self.handle.memory;
         let most = self.handle.group.max_tokens;
-        let positions = memory.read_i32(memory.layout.token_map + rank * most * 4, most);
-        let positions = positions.iter().enumerate();
-        let arriving = positions.filter_map(|(token, position)| Some((token, usize::try_from(*position).ok()?)));
+        let range = range.start.min(most)..range.end.min(most);
+        let positions = memory.read_i32(memory.layout.token_map + (rank * most + range.start) * 4, range.len());
+        let arriving =
+            range.zip(&positions).filter_map(|(token, position)| Some((token, usize::try_from(*position).ok()?)));
         arriving
             .map(|(token, position)| {
                 let known = token < tokens && position < arrivals.received;
@@ -391,35 +457,16 @@ impl Dispatch {
             .collect()
     }
 
-    /// The weights by row, from the pairs (expert, weight) that the peers offer behind `routes_at` bytes.
-    fn received_weights(
-        &self,
-        channel: &Channel,
-        arrivals: &Arrivals,
-        capacity: usize,
-        routes_at: impl Fn(&Offer<'_>) -> usize,
-    ) -> Outcome<Vec<f32>> {
-        let mut weights = vec![0f32; capacity];
-        if self.weights.is_none() {
-            return Ok(weights);
-        }
-        let top_k = self.handle.top_k;
-        let first_expert = channel.rank() * arrivals.counts.len();
-        for rank in 0..channel.ranks() {
-            let offer = channel.offer(rank)?;
-            let routes = offer.bytes[routes_at(&offer)..].as_chunks::<8>().0;
-            for (token, position) in self.arriving_from(rank, offer.args[0] as usize, arrivals)? {
-                let slots = &arrivals.slots[position * top_k..][..top_k];
-                scatter_weights(&routes[token * top_k..][..top_k], slots, arrivals, first_expert, &mut weights);
-            }
-        }
-        Ok(weights)
+    fn first_expert(&self) -> usize {
+        let group = &self.handle.group;
+        group.comm.rank * (group.experts / group.comm.ranks)
     }
 
     /// The memory that the operation uses.
     fn spans(&self) -> Vec<Span> {
         let lanes = self.lanes.iter().flat_map(|lane| [lane.input, lane.output]);
-        let weights = self.weights.iter().flat_map(|(own, there, _)| [*own, *there]);
+        let weights =
+            self.weights.iter().flat_map(|weights| [weights.own, weights.received].into_iter().chain(weights.experts));
         lanes.chain(weights).chain([self.handle.memory.span]).collect()
     }
 
@@ -428,31 +475,35 @@ impl Dispatch {
         self.lanes.iter().map(|lane| lane.row_bytes).sum()
     }
 
+    /// Bytes of a token's routes.
     fn route_bytes(&self) -> usize {
-        if self.weights.is_some() { self.tokens * self.handle.top_k * 8 } else { 0 }
+        if self.weights.is_some() { self.handle.top_k * ROUTE_BYTES } else { 0 }
     }
 
-    /// Offers the own rows of each lane, and behind them the routes.
-    fn stage_rows(&self, channel: &mut Channel) -> Outcome<()> {
-        let rows = self.tokens * self.row_bytes();
-        let bytes = rows + self.route_bytes();
+    /// Offers those of the own rows that are in `range`, lane by lane, and behind them their routes.
+    fn stage_rows(&self, channel: &mut Channel, range: Range<usize>) -> Outcome<()> {
+        let range = range.start.min(self.tokens)..range.end.min(self.tokens);
+        let rows = range.len() * self.row_bytes();
+        let bytes = rows + range.len() * self.route_bytes();
         let (mut rest, routes) = channel.stage(bytes)?.split_at_mut(rows);
         for lane in &self.lanes {
-            let (rows, behind) = rest.split_at_mut(self.tokens * lane.row_bytes);
-            lane.input.read(0, rows);
+            let (rows, behind) = rest.split_at_mut(range.len() * lane.row_bytes);
+            lane.input.read(range.start * lane.row_bytes, rows);
             rest = behind;
         }
-        self.stage_routes(routes);
+        self.stage_routes(routes, range);
         channel.exchange(&self.what, [self.tokens as u64, 0, 0, 0], bytes)
     }
 
-    /// In FWD, `top_k` pairs (expert, weight) a token.
-    fn stage_routes(&self, routes: &mut [u8]) {
-        if let Some((own, _, width)) = &self.weights {
-            let count = self.tokens * self.handle.top_k;
-            let experts = self.handle.memory.read_topk(count, *width, self.handle.group.experts);
-            let weights = own.view(0, count * 4).as_chunks::<4>().0;
-            for ((pair, expert), weight) in routes.as_chunks_mut::<8>().0.iter_mut().zip(experts).zip(weights) {
+    /// In FWD, `top_k` pairs (expert, weight) for each token of `range`.
+    fn stage_routes(&self, routes: &mut [u8], range: Range<usize>) {
+        if let Some(Weights { own, width, .. }) = &self.weights {
+            let top_k = self.handle.top_k;
+            let (first, count) = (range.start * top_k, range.len() * top_k);
+            let experts = self.handle.memory.read_topk(first, count, *width, self.handle.group.experts);
+            let weights = own.view(first * 4, count * 4).as_chunks::<4>().0;
+            for ((pair, expert), weight) in routes.as_chunks_mut::<ROUTE_BYTES>().0.iter_mut().zip(experts).zip(weights)
+            {
                 pair[..4].copy_from_slice(&expert.to_ne_bytes());
                 pair[4..].copy_from_slice(weight);
             }
@@ -476,19 +527,28 @@ impl Dispatch {
         );
         Fault::both(cudaErrorIllegalAddress, ncclInvalidUsage, text).breaks(Rule::HandleMemory)
     }
-}
 
-/// Puts a token's weights into the rows that it occupies; of duplicate experts the last weight counts.
-fn scatter_weights(route: &[[u8; 8]], slots: &[i32], arrivals: &Arrivals, first_expert: usize, weights: &mut [f32]) {
-    for [a, b, c, d, w, x, y, z] in route {
-        let expert = i64::from(i32::from_ne_bytes([*a, *b, *c, *d])) - first_expert as i64;
-        let Ok(expert) = usize::try_from(expert) else { continue };
-        if expert >= arrivals.counts.len() {
-            continue;
-        }
-        let zone = arrivals.bases[expert]..arrivals.bases[expert + 1];
-        if let Some(slot) = slots.iter().find(|slot| zone.contains(&i64::from(**slot))) {
-            weights[*slot as usize] = f32::from_ne_bytes([*w, *x, *y, *z]);
+    /// Room for the received weights: by row, in the flat layout by token and expert.
+    fn no_weights(&self, arrivals: &Arrivals, capacity: usize) -> Vec<f32> {
+        let flat = self.handle.layout == Layout::Flat;
+        vec![0f32; if flat { arrivals.received * self.handle.top_k } else { capacity }]
+    }
+
+    /// Puts the weights of a received token where they belong; of duplicate experts the last weight counts.
+    fn scatter_weights(&self, route: &[[u8; ROUTE_BYTES]], position: usize, arrivals: &Arrivals, weights: &mut [f32]) {
+        let first_expert = self.first_expert() as i64;
+        let top_k = self.handle.top_k;
+        let own = position * top_k..(position + 1) * top_k;
+        for [a, b, c, d, w, x, y, z] in route {
+            let expert = i64::from(i32::from_ne_bytes([*a, *b, *c, *d])) - first_expert;
+            let Ok(expert) = usize::try_from(expert) else { continue };
+            if let Some(index) = own.clone().find(|index| arrivals.expert(*index) == Some(expert)) {
+                let place = match self.handle.layout {
+                    Layout::Flat => index,
+                    Layout::ExpertMajor => arrivals.slots[index] as usize,
+                };
+                weights[place] = f32::from_ne_bytes([*w, *x, *y, *z]);
+            }
         }
     }
 }

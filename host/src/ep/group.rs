@@ -15,7 +15,7 @@ use crate::comm::{Comm, Line};
 use crate::device::SM_COUNT;
 use crate::ep::desc::invalid;
 use crate::ep::handle::Handle;
-use crate::ep::memory_layout::MemoryLayout;
+use crate::ep::memory_layout::{MemoryLayout, Rows};
 use crate::fault::{Fault, Outcome};
 use crate::graph;
 use crate::stats;
@@ -225,8 +225,11 @@ impl Group {
                 return Err(invalid(text).breaks(Rule::ConfigDiffers));
             }
             let label = format!("EP group of {} ranks", channel.ranks());
-            channel.split(FUNCTION, label)
+            let all: Vec<usize> = (0..channel.ranks()).collect();
+            channel.split(FUNCTION, &all, label)
         })?;
+        // Every rank is a member.
+        let channel = channel.ok_or_else(|| Fault::nccl(ncclInternalError, format!("{FUNCTION}: no channel")))?;
         let allocator = match (config.alloc.alloc_fn, config.alloc.free_fn) {
             (Some(alloc), Some(free)) => Some(Allocator { alloc, free, context: config.alloc.context as usize }),
             _ => None,
@@ -351,18 +354,32 @@ impl Group {
     }
 
     /// Layout of the handle memory for a top-k.
-    pub fn memory_layout(&self, top_k: usize) -> MemoryLayout {
-        MemoryLayout::new(self.comm.ranks, self.experts, self.max_tokens, top_k, self.capacity, self.duplicates)
+    pub fn memory_layout(&self, top_k: usize, layout: Layout) -> MemoryLayout {
+        let kind = match layout {
+            Layout::Flat => Rows::Flat,
+            Layout::ExpertMajor if self.duplicates => Rows::Duplicates,
+            Layout::ExpertMajor => Rows::Permuted,
+        };
+        MemoryLayout::new(self.comm.ranks, self.experts, self.max_tokens, top_k, self.capacity, kind)
     }
 }
 
-/// Fails for layouts other than expert-major.
-pub fn check_layout(layout: ncclEpLayout_t, function: &str) -> Outcome<()> {
+/// How received rows lie in a receive buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// A row for each token and local expert, zone after zone.
+    ExpertMajor,
+    /// A row for each token, by source rank and row.
+    Flat,
+}
+
+/// The layout with this NCCL EP number, if high-throughput mode has it.
+pub fn layout_of(layout: ncclEpLayout_t, function: &str) -> Outcome<Layout> {
     match layout {
-        NCCL_EP_LAYOUT_EXPERT_MAJOR => Ok(()),
+        NCCL_EP_LAYOUT_EXPERT_MAJOR => Ok(Layout::ExpertMajor),
+        NCCL_EP_LAYOUT_FLAT => Ok(Layout::Flat),
         NCCL_EP_LAYOUT_UNSET => Err(invalid(format!("{function}: the layout is not set"))),
         NCCL_EP_LAYOUT_RANK_MAJOR => Err(unsupported(format!("{function}: the rank-major layout"))),
-        NCCL_EP_LAYOUT_FLAT => Err(unsupported(format!("{function}: the flat layout"))),
         other => Err(invalid(format!("{function}: layout {other} is unknown"))),
     }
 }

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use crate::check::{self, Rule};
 use crate::ep::desc::{Tensor, invalid};
-use crate::ep::group::{Group, check_layout};
+use crate::ep::group::{Group, Layout, layout_of};
 use crate::ep::memory_layout::{MemoryLayout, Slots};
 use crate::fault::{Fault, Outcome};
 use crate::graph;
@@ -20,7 +20,7 @@ use crate::stats;
 pub const MAX_TOP_K: usize = 32;
 /// Most local experts of the local-permute kernels.
 const MAX_LOCAL_EXPERTS: usize = 256;
-/// Most local experts where duplicates are written.
+/// Most local experts where duplicates are written, and of the flat layout.
 const MAX_DUPLICATE_EXPERTS: usize = 1024;
 /// Most receive rows there: a row has 22 bits in a packed slot.
 const MAX_DUPLICATE_ROWS: usize = 1 << 22;
@@ -41,6 +41,8 @@ pub struct Handle {
     pub group: Arc<Group>,
     /// Experts per token.
     pub top_k: usize,
+    /// How its receive buffers are laid out.
+    pub layout: Layout,
     /// Zone padding in rows.
     pub alignment: usize,
     /// The routing state.
@@ -55,9 +57,9 @@ static HANDLES: LazyLock<Mutex<HashMap<usize, Arc<Handle>>>> = LazyLock::new(Mut
 impl Handle {
     /// `ncclEpHandleMemSize`.
     pub fn memory_size(group: &Group, layout: ncclEpLayout_t, top_k: i32) -> Outcome<usize> {
-        check_layout(layout, "ncclEpHandleMemSize")?;
+        let layout = layout_of(layout, "ncclEpHandleMemSize")?;
         match usize::try_from(top_k) {
-            Ok(top_k) if top_k > 0 => Ok(group.memory_layout(top_k).total),
+            Ok(top_k) if top_k > 0 => Ok(group.memory_layout(top_k, layout).total),
             _ => Err(invalid(format!("ncclEpHandleMemSize: num_topk is {top_k}"))),
         }
     }
@@ -72,8 +74,9 @@ impl Handle {
     ) -> Outcome<usize> {
         let function = "ncclEpInitHandle";
         let _use = group.enter(function)?;
-        check_layout(layout, function)?;
-        if alignment > 1 && !alignment.is_power_of_two() {
+        let layout = layout_of(layout, function)?;
+        let expert_major = layout == Layout::ExpertMajor;
+        if expert_major && alignment > 1 && !alignment.is_power_of_two() {
             let text = format!("{function}: dispatch_output_per_expert_alignment {alignment} is not a power of two");
             return Err(invalid(text));
         }
@@ -84,40 +87,42 @@ impl Handle {
             let text = format!("{function}: num_topk {top_k} is larger than the group's {}", group.max_top_k);
             return Err(Fault::nccl(ncclInvalidUsage, text));
         }
-        if group.eager && group.max_top_k == 0 {
+        if expert_major && group.eager && group.max_top_k == 0 {
             let text = format!("{function}: eager mode with the expert-major layout needs the group's num_topk");
             return Err(Fault::nccl(ncclInvalidUsage, text));
         }
         let local_experts = group.experts / group.comm.ranks;
-        let most = if group.duplicates { MAX_DUPLICATE_EXPERTS } else { MAX_LOCAL_EXPERTS };
+        let most = if group.duplicates || !expert_major { MAX_DUPLICATE_EXPERTS } else { MAX_LOCAL_EXPERTS };
         if local_experts > most {
             let text = format!("{function}: {local_experts} experts a rank, at most {most} are possible");
             return Err(invalid(text));
         }
-        if group.duplicates {
+        if expert_major && group.duplicates {
             check_duplicates(group, local_experts, top_k)?;
         }
-        let layout = group.memory_layout(top_k);
+        let parts = group.memory_layout(top_k, layout);
         let (span, owned) = match tensor {
             Some(tensor) => {
-                if tensor.vector()? < layout.total || tensor.datatype != ncclUint8 {
-                    return Err(tensor.wrong(format!("must be uint8 of at least [{}]", layout.total)));
+                if tensor.vector()? < parts.total || tensor.datatype != ncclUint8 {
+                    return Err(tensor.wrong(format!("must be uint8 of at least [{}]", parts.total)));
                 }
                 tensor.expect_granule()?;
                 (tensor.span, None)
             }
             None => {
                 graph::refuse_unsafe("ncclEpInitHandle: an allocation of handle memory")?;
-                let base = allocate(group, layout.total)?;
+                let base = allocate(group, parts.total)?;
                 // SAFETY: the memory was just allocated with this size and lives until the handle is destroyed.
-                (unsafe { Span::new(base, layout.total) }?, Some(base as usize))
+                (unsafe { Span::new(base, parts.total) }?, Some(base as usize))
             }
         };
         let handle = Arc::new(Self {
             group: Arc::clone(group),
             top_k,
-            alignment,
-            memory: HandleMemory { span, layout },
+            layout,
+            // The flat layout has no zones to pad.
+            alignment: if expert_major { alignment } else { 1 },
+            memory: HandleMemory { span, layout: parts },
             prepared: Mutex::new(Prepared { tokens: None, index_width: 8 }),
             owned,
         });
@@ -260,9 +265,9 @@ impl HandleMemory {
         bytes.as_chunks::<8>().0.iter().map(|value| i64::from_ne_bytes(*value)).collect()
     }
 
-    /// Reads cached indices; those outside `[0, experts)` come out as -1.
-    pub fn read_topk(&self, count: usize, width: usize, experts: usize) -> Vec<i32> {
-        let bytes = self.span.view(self.layout.topk, count * width);
+    /// Reads `count` cached indices from number `first`; those outside `[0, experts)` come out as -1.
+    pub fn read_topk(&self, first: usize, count: usize, width: usize, experts: usize) -> Vec<i32> {
+        let bytes = self.span.view(self.layout.topk + first * width, count * width);
         read_indices(bytes, width).map(|e| if (0..experts as i64).contains(&e) { e as i32 } else { -1 }).collect()
     }
 }
@@ -296,6 +301,21 @@ fn rows_of(flags: &[u8], bases: &[i64], top_k: usize) -> Option<Vec<i32>> {
     Some(slots)
 }
 
+/// Experts of each token, `top_k` apiece.
+fn experts_of(flags: &[u8], local_experts: usize, top_k: usize) -> Option<Vec<i32>> {
+    let mut experts = Vec::with_capacity(flags.len() / local_experts * top_k);
+    for flags in flags.chunks_exact(local_experts) {
+        let end = experts.len() + top_k;
+        let is_set = |(_, flag): &(usize, &u8)| **flag != 0;
+        experts.extend(flags.iter().enumerate().filter(is_set).map(|(expert, _)| expert as i32));
+        if experts.len() > end || flags.iter().any(|flag| *flag > 1) {
+            return None;
+        }
+        experts.resize(end, -1);
+    }
+    Some(experts)
+}
+
 /// Checked maps of this rank as a destination, read from handle memory.
 #[derive(Debug)]
 pub struct Arrivals {
@@ -303,10 +323,12 @@ pub struct Arrivals {
     pub received: usize,
     /// Rows of each received token, `top_k` apiece.
     pub slots: Vec<i32>,
-    /// Tokens of each local expert.
+    /// Tokens of each local expert; empty in the flat layout, which has no zones.
     pub counts: Vec<i32>,
     /// First row of each zone, and the padded total.
     pub bases: Vec<i64>,
+    /// The flat layout's local experts of each received token, ascending, `top_k` apiece; -1 behind them.
+    flat_experts: Vec<i32>,
 }
 
 impl Arrivals {
@@ -322,6 +344,14 @@ impl Arrivals {
         };
         let received = memory.read_i32(layout.recv_count, 1)[0];
         let received = usize::try_from(received).ok().filter(|n| *n <= capacity).ok_or_else(unprepared)?;
+        let top_k = handle.top_k;
+        if handle.layout == Layout::Flat {
+            let Slots::Experts(offset) = layout.slots else { return Err(unprepared()) };
+            let flags = memory.span.view(offset, received * local_experts);
+            let flat_experts = experts_of(flags, local_experts, top_k).ok_or_else(unprepared)?;
+            let slots = (0..received * top_k).map(|i| if i % top_k == 0 { (i / top_k) as i32 } else { -1 }).collect();
+            return Ok(Self { received, slots, counts: Vec::new(), bases: vec![received as i64], flat_experts });
+        }
         let counts = memory.read_i32(layout.counts, local_experts);
         let bases = memory.read_i64(layout.bases, local_experts + 1);
         let slots = match layout.slots {
@@ -335,7 +365,7 @@ impl Arrivals {
             && counts.iter().zip(bases.windows(2)).all(|(count, zone)| {
                 *count >= 0 && zone[0] >= 0 && zone[0].saturating_add(i64::from(*count)) <= zone[1]
             });
-        if sane { Ok(Self { received, slots, counts, bases }) } else { Err(unprepared()) }
+        if sane { Ok(Self { received, slots, counts, bases, flat_experts: Vec::new() }) } else { Err(unprepared()) }
     }
 
     /// The first row of each received token.
@@ -343,9 +373,14 @@ impl Arrivals {
         self.slots.chunks_exact(top_k).map(|slots| slots[0]).collect()
     }
 
-    /// Local expert whose zone holds a row.
-    pub fn expert_of(&self, row: i32) -> usize {
-        self.bases.partition_point(|base| *base <= i64::from(row)).saturating_sub(1)
+    /// The local expert of number `index` among all received tokens' experts, `top_k` apiece; nothing where there is
+    /// none, or its row was dropped.
+    pub fn expert(&self, index: usize) -> Option<usize> {
+        if !self.counts.is_empty() {
+            let row = self.slots[index];
+            return (row >= 0).then(|| self.bases.partition_point(|base| *base <= i64::from(row)).saturating_sub(1));
+        }
+        usize::try_from(self.flat_experts[index]).ok()
     }
 
     /// Rows of all zones, padding included, before any drop.

@@ -1,4 +1,4 @@
-//! The parts of handle memory and their offsets, as NCCL EP lays them out for the expert-major layout.
+//! The parts of handle memory and their offsets, as NCCL EP lays them out.
 
 use crate::device::SM_COUNT;
 
@@ -28,25 +28,29 @@ pub struct MemoryLayout {
     pub total: usize,
 }
 
+/// Where the receive buffer's rows come from, which decides what handle memory holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rows {
+    /// The flat layout.
+    Flat,
+    /// Expert-major, permuted out of staging (local permute).
+    Permuted,
+    /// Expert-major, written as duplicates of one (local dup).
+    Duplicates,
+}
+
 /// How the rows of a received token are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Slots {
     /// i32 `[capacity, top_k]`: rows by local expert, or -1 (local permute).
     Rows(usize),
-    /// u8 `[capacity, local experts]`: 1 where the token has a row in an expert's zone; the rows follow (local dup).
+    /// u8 `[capacity, local experts]`: 1 where the token goes to an expert; the rows follow (local dup, flat).
     Experts(usize),
 }
 
 impl MemoryLayout {
     /// The layout for one communicator inside one load/store domain.
-    pub fn new(
-        ranks: usize,
-        experts: usize,
-        max_tokens: usize,
-        top_k: usize,
-        capacity: usize,
-        duplicates: bool,
-    ) -> Self {
+    pub fn new(ranks: usize, experts: usize, max_tokens: usize, top_k: usize, capacity: usize, rows: Rows) -> Self {
         let local_experts = experts / ranks;
         let mut total = 0usize;
         let mut part = |bytes: usize| {
@@ -57,25 +61,30 @@ impl MemoryLayout {
         part(max_tokens.next_multiple_of(16));
         let routing = part(capacity * local_experts);
         let recv_count = part(4);
-        let sent = part(max_tokens * 4 * if duplicates { top_k } else { ranks });
+        let sent = part(max_tokens * 4 * if rows == Rows::Duplicates { top_k } else { ranks });
         let rank_mask = part(max_tokens * ranks * 8 * ranks.div_ceil(64));
         part(SM_COUNT as usize * ranks * 8);
         part(max_tokens * experts * 4);
         let topk = part(max_tokens * top_k * 8);
-        let counts = part(local_experts * 4);
-        let bases = part((local_experts + 1) * 8);
-        let (source_map, slots, token_map);
-        if duplicates {
-            part(capacity / 2 * top_k.min(local_experts) * 4);
-            part(4);
-            // The mask has 8 bytes for each token and rank, room for both maps.
-            (source_map, token_map) = (rank_mask, rank_mask + max_tokens * ranks * 4);
-            slots = Slots::Experts(routing);
-        } else {
-            slots = Slots::Rows(part(capacity * top_k * 4));
-            part(capacity * top_k * 4);
-            token_map = part(max_tokens * ranks * 4);
-            source_map = sent;
+        let expert_major = usize::from(rows != Rows::Flat);
+        let counts = part(local_experts * 4 * expert_major);
+        let bases = part((local_experts + 1) * 8 * expert_major);
+        // The mask has 8 bytes for each token and rank, room for both maps.
+        let mut source_map = rank_mask;
+        let mut token_map = rank_mask + max_tokens * ranks * 4;
+        let mut slots = Slots::Experts(routing);
+        match rows {
+            Rows::Flat => {}
+            Rows::Duplicates => {
+                part(capacity / 2 * top_k.min(local_experts) * 4);
+                part(4);
+            }
+            Rows::Permuted => {
+                slots = Slots::Rows(part(capacity * top_k * 4));
+                part(capacity * top_k * 4);
+                token_map = part(max_tokens * ranks * 4);
+                source_map = sent;
+            }
         }
         Self { recv_count, source_map, topk, counts, bases, slots, token_map, total }
     }
@@ -87,13 +96,20 @@ mod tests {
 
     #[test]
     fn size_of_the_worked_example() {
-        assert_eq!(MemoryLayout::new(4, 16, 64, 2, 512, false).total, 24_832);
+        assert_eq!(MemoryLayout::new(4, 16, 64, 2, 512, Rows::Permuted).total, 24_832);
     }
 
     #[test]
     fn size_with_duplicates() {
         // In order: 64, 2048, 4, 512, 2048, 4224, 4096, 1024, 16, 40, 2048 and 4 bytes, each to a multiple of 256.
         let parts = [256, 2048, 256, 512, 2048, 4352, 4096, 1024, 256, 256, 2048, 256];
-        assert_eq!(MemoryLayout::new(4, 16, 64, 2, 512, true).total, parts.iter().sum());
+        assert_eq!(MemoryLayout::new(4, 16, 64, 2, 512, Rows::Duplicates).total, parts.iter().sum());
+    }
+
+    #[test]
+    fn size_of_the_flat_layout() {
+        // In order: 64, 2048, 4, 1024, 2048, 4224, 4096 and 1024 bytes, each to a multiple of 256.
+        let parts = [256, 2048, 256, 1024, 2048, 4352, 4096, 1024];
+        assert_eq!(MemoryLayout::new(4, 16, 64, 2, 512, Rows::Flat).total, parts.iter().sum());
     }
 }

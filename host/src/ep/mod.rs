@@ -1,4 +1,4 @@
-//! NCCL EP in high-throughput mode with the expert-major layout.
+//! NCCL EP in high-throughput mode with the expert-major and the flat layout.
 
 pub mod combine;
 pub mod desc;

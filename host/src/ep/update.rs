@@ -7,6 +7,7 @@ use nvte_ep_bindings::*;
 use crate::channel::Channel;
 use crate::check::{self, Rule};
 use crate::ep::desc::{self, Tensor, invalid};
+use crate::ep::group::Layout;
 use crate::ep::handle::{Handle, read_indices};
 use crate::ep::memory_layout::Slots;
 use crate::ep::routing::{Routing, Shape, route, route_duplicates};
@@ -69,7 +70,12 @@ pub unsafe fn update(
     };
     let local_experts = group.experts / group.comm.ranks;
     let counters = counter(info.expert_counters, "expert_counters", local_experts)?;
-    let offsets = counter(info.expert_offsets, "expert_offsets", local_experts)?;
+    let flat = handle.layout == Layout::Flat;
+    if let Some(counters) = counters.as_ref().filter(|counters| flat && counters.datatype != ncclInt32) {
+        return Err(counters.wrong("must be int32 with the flat layout"));
+    }
+    // The flat layout has no zones, and NCCL EP does not look at this then.
+    let offsets = if flat { None } else { counter(info.expert_offsets, "expert_offsets", local_experts)? };
     let total = counter(info.recv_total_counter, "recv_total_counter", 1)?;
     let datatypes: Vec<_> = [&counters, &offsets, &total].into_iter().flatten().map(|tensor| tensor.datatype).collect();
     if datatypes.windows(2).any(|pair| pair[0] != pair[1]) {
@@ -125,6 +131,7 @@ impl Update {
                 Ok(rows.iter().map(|value| i32::from_ne_bytes(*value)).collect())
             })
             .collect::<Outcome<Vec<Vec<i32>>>>()?;
+        let flat = self.handle.layout == Layout::Flat;
         let shape = Shape {
             ranks: channel.ranks(),
             rank: channel.rank(),
@@ -132,16 +139,19 @@ impl Update {
             max_tokens: group.max_tokens,
             top_k,
             capacity: group.capacity,
-            rows: group.row_limit(self.handle.alignment),
+            rows: if flat { i32::MAX as usize } else { group.row_limit(self.handle.alignment) },
             alignment: self.handle.alignment,
             drop: group.drop,
         };
-        let route = if group.duplicates { route_duplicates } else { route };
+        let route = if group.duplicates && !flat { route_duplicates } else { route };
         let routing = route(&shape, &indices).map_err(|overflow| {
             let text = format!(
                 "{FUNCTION}: receive buffer overflow on rank {}: {} rows ({} distinct tokens) are needed, \
                  max_recv_tokens_per_rank is {}",
-                overflow.rank, overflow.rows, overflow.tokens, shape.capacity
+                overflow.rank,
+                if flat { overflow.tokens } else { overflow.rows },
+                overflow.tokens,
+                shape.capacity
             );
             Fault::both(cudaErrorLaunchFailure, ncclUnhandledCudaError, text).breaks(Rule::ReceiveOverflow)
         })?;
@@ -156,8 +166,10 @@ impl Update {
         let layout = &memory.layout;
         memory.write_i32(layout.recv_count, &[routing.received as i32]);
         memory.write_i32(layout.source_map, &routing.source_map);
-        memory.write_i32(layout.counts, &routing.counts);
-        memory.write_i64(layout.bases, &routing.bases);
+        if self.handle.layout == Layout::ExpertMajor {
+            memory.write_i32(layout.counts, &routing.counts);
+            memory.write_i64(layout.bases, &routing.bases);
+        }
         match layout.slots {
             Slots::Rows(offset) => memory.write_i32(offset, &routing.slots),
             Slots::Experts(offset) => memory.span.write(offset, &self.experts(routing)),
@@ -188,6 +200,14 @@ impl Update {
             };
             tensor.span.write(0, &bytes);
         };
+        if self.handle.layout == Layout::Flat {
+            let local_experts = shape.local_experts();
+            let flags = self.experts(routing);
+            let count = |expert| flags.iter().skip(expert).step_by(local_experts).map(|flag| i64::from(*flag)).sum();
+            write(&self.counters, &mut (0..local_experts).map(count));
+            write(&self.total, &mut std::iter::once(routing.arriving as i64));
+            return;
+        }
         let zones = || (0..shape.local_experts()).map(|expert| routing.published(expert, shape.rows));
         write(&self.counters, &mut zones().map(|(count, _)| count));
         write(&self.offsets, &mut zones().map(|(_, base)| base));

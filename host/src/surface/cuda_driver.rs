@@ -399,6 +399,22 @@ pub unsafe extern "C" fn cuGraphInstantiateWithFlags(
     })
 }
 
+/// Puts another graph of the same shape in the place of a launchable one's.
+///
+/// # Safety
+///
+/// `resultInfo` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuGraphExecUpdate_v2(
+    hGraphExec: CUgraphExec,
+    hGraph: CUgraph,
+    resultInfo: *mut cudaGraphExecUpdateResultInfo,
+) -> CUresult {
+    // SAFETY: the caller's contract.
+    driver(|| unsafe { super::update_exec(hGraphExec as usize, hGraph as usize, resultInfo) })
+}
+
 /// Replays a graph in stream order.
 ///
 /// # Safety

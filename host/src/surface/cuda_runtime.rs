@@ -201,7 +201,7 @@ pub unsafe extern "C" fn cudaFreeHost(ptr: *mut c_void) -> cudaError_t {
     })
 }
 
-/// Allocates device memory in stream order.
+/// Allocates device memory in stream order; on a captured stream each launch of the graph does.
 ///
 /// # Safety
 ///
@@ -211,16 +211,21 @@ pub unsafe extern "C" fn cudaFreeHost(ptr: *mut c_void) -> cudaError_t {
 pub unsafe extern "C" fn cudaMallocAsync(devPtr: *mut *mut c_void, size: usize, hStream: cudaStream_t) -> cudaError_t {
     runtime(|device| {
         let stream = Stream::resolve(hStream, device)?;
-        graph::refuse_on_captured(&stream, "an allocation in stream order")?;
         // SAFETY: the caller's contract.
         unsafe { put(devPtr, std::ptr::null_mut()) }?;
-        let pointer = memory::allocate(size, Kind::Device, device.ordinal)?;
+        let pointer = match graph::allocate_memory(size, &stream)? {
+            Some(address) => address as *mut c_void,
+            None => {
+                graph::refuse_on_captured(&stream, "an allocation in stream order")?;
+                memory::allocate(size, Kind::Device, device.ordinal)?
+            }
+        };
         // SAFETY: the caller's contract.
         unsafe { put(devPtr, pointer) }
     })
 }
 
-/// Frees device memory in stream order.
+/// Frees device memory in stream order; on a captured stream, memory that the graph allocated.
 ///
 /// # Safety
 ///
@@ -264,6 +269,112 @@ pub unsafe extern "C" fn cudaMemcpyAsync(
         let stream = Stream::resolve(stream, device)?;
         // SAFETY: the caller's contract.
         unsafe { copy::copy(dst, src, count, kind, &stream, false) }
+    })
+}
+
+/// Copies rows in stream order.
+///
+/// # Safety
+///
+/// Both rectangles stay valid until the stream has got there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cudaMemcpy2DAsync(
+    dst: *mut c_void,
+    dpitch: usize,
+    src: *const c_void,
+    spitch: usize,
+    width: usize,
+    height: usize,
+    kind: cudaMemcpyKind,
+    stream: cudaStream_t,
+) -> cudaError_t {
+    runtime(|device| {
+        let stream = Stream::resolve(stream, device)?;
+        let to = copy::Rectangle { base: dst, pitch: dpitch };
+        let from = copy::Rectangle { base: src, pitch: spitch };
+        // SAFETY: the caller's contract.
+        unsafe { copy::copy_rows(to, from, width, height, kind, &stream) }
+    })
+}
+
+/// Copies between devices in stream order.
+///
+/// # Safety
+///
+/// The ranges have `count` bytes and stay valid until the stream has got there.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cudaMemcpyPeerAsync(
+    dst: *mut c_void,
+    dstDevice: c_int,
+    src: *const c_void,
+    srcDevice: c_int,
+    count: usize,
+    stream: cudaStream_t,
+) -> cudaError_t {
+    runtime(|device| {
+        for ordinal in [dstDevice, srcDevice] {
+            device::get(ordinal)
+                .ok_or_else(|| Fault::cuda(cudaErrorInvalidDevice, format!("there is no device {ordinal}")))?;
+        }
+        let stream = Stream::resolve(stream, device)?;
+        // SAFETY: the caller's contract.
+        unsafe { copy::copy(dst, src, count, cudaMemcpyDeviceToDevice, &stream, false) }
+    })
+}
+
+/// Makes the caller's memory count as pinned.
+///
+/// # Safety
+///
+/// `ptr` has `size` bytes until `cudaHostUnregister`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cudaHostRegister(ptr: *mut c_void, size: usize, flags: c_uint) -> cudaError_t {
+    runtime(|device| {
+        if flags > 15 {
+            return Err(Fault::cuda(cudaErrorInvalidValue, format!("unknown registration flags {flags:#x}")));
+        }
+        graph::refuse_unsafe("the registration of host memory")?;
+        memory::register(ptr as usize, size, device.ordinal)
+    })
+}
+
+/// Ends what `cudaHostRegister` began, after all work of the device.
+///
+/// # Safety
+///
+/// Nobody uses the memory as pinned any more.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cudaHostUnregister(ptr: *mut c_void) -> cudaError_t {
+    runtime(|device| {
+        graph::refuse_unsafe("the end of a registration of host memory")?;
+        device.synchronize();
+        let registered = memory::forget(ptr as usize, |kind| kind == Kind::Registered);
+        registered.map_err(|fault| Fault::cuda(cudaErrorHostMemoryNotRegistered, fault.text))?;
+        device.check()
+    })
+}
+
+/// Address at which the device sees pinned memory: the same.
+///
+/// # Safety
+///
+/// `pDevice` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cudaHostGetDevicePointer(
+    pDevice: *mut *mut c_void,
+    pHost: *mut c_void,
+    flags: c_uint,
+) -> cudaError_t {
+    runtime(|_| {
+        let pinned = memory::find(pHost as usize).is_some_and(|allocation| !allocation.kind.on_device());
+        if flags != 0 || !pinned {
+            let text = format!("{pHost:p} is not pinned memory, or the flags {flags:#x} are not 0");
+            return Err(Fault::cuda(cudaErrorInvalidValue, text));
+        }
+        // SAFETY: the caller's contract.
+        unsafe { put(pDevice, pHost) }
     })
 }
 
@@ -372,6 +483,43 @@ pub unsafe extern "C" fn cudaStreamCreate(pStream: *mut cudaStream_t) -> cudaErr
 pub unsafe extern "C" fn cudaStreamCreateWithFlags(pStream: *mut cudaStream_t, flags: c_uint) -> cudaError_t {
     // SAFETY: the caller's contract.
     runtime(|device| unsafe { put(pStream, Stream::open(device, flags)?) })
+}
+
+/// Creates a stream; streams have no priorities here.
+///
+/// # Safety
+///
+/// `pStream` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cudaStreamCreateWithPriority(
+    pStream: *mut cudaStream_t,
+    flags: c_uint,
+    priority: c_int,
+) -> cudaError_t {
+    let _ = priority;
+    // SAFETY: the caller's contract.
+    runtime(|device| unsafe { put(pStream, Stream::open(device, flags)?) })
+}
+
+/// Priorities that streams may have: none but 0.
+///
+/// # Safety
+///
+/// Both pointers are null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cudaDeviceGetStreamPriorityRange(
+    leastPriority: *mut c_int,
+    greatestPriority: *mut c_int,
+) -> cudaError_t {
+    runtime(|_| {
+        for place in [leastPriority, greatestPriority].into_iter().filter(|place| !place.is_null()) {
+            // SAFETY: the caller's contract.
+            unsafe { put(place, 0) }?;
+        }
+        Ok(())
+    })
 }
 
 /// Destroys a stream after its work.
@@ -535,6 +683,22 @@ pub unsafe extern "C" fn cudaGraphInstantiateWithFlags(
     unsafe { cudaGraphInstantiate(pGraphExec, graph, flags) }
 }
 
+/// Puts another graph of the same shape in the place of a launchable one's; the signature is that of CUDA 12 and later.
+///
+/// # Safety
+///
+/// `resultInfo` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cudaGraphExecUpdate(
+    hGraphExec: cudaGraphExec_t,
+    hGraph: cudaGraph_t,
+    resultInfo: *mut cudaGraphExecUpdateResultInfo,
+) -> cudaError_t {
+    // SAFETY: the caller's contract.
+    runtime(|_| unsafe { super::update_exec(hGraphExec as usize, hGraph as usize, resultInfo) })
+}
+
 /// Replays a graph in stream order.
 ///
 /// # Safety
@@ -623,6 +787,26 @@ pub unsafe extern "C" fn cudaEventCreateWithFlags(event: *mut cudaEvent_t, flags
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cudaEventRecord(event: cudaEvent_t, stream: cudaStream_t) -> cudaError_t {
     runtime(|device| Event::resolve(event)?.record(&Stream::resolve(stream, device)?))
+}
+
+/// Puts an event at the end of a stream.
+///
+/// # Safety
+///
+/// Always safe to call; unknown handles are refused.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cudaEventRecordWithFlags(
+    event: cudaEvent_t,
+    stream: cudaStream_t,
+    flags: c_uint,
+) -> cudaError_t {
+    runtime(|device| {
+        if flags != 0 {
+            let text = format!("record flags {flags:#x} are not supported by the host runtime");
+            return Err(Fault::cuda(cudaErrorInvalidValue, text));
+        }
+        Event::resolve(event)?.record(&Stream::resolve(stream, device)?)
+    })
 }
 
 /// Whether an event has happened.

@@ -10,7 +10,7 @@ use nvte_ep_bindings::{cudaErrorInvalidValue, cudaSuccess};
 use crate::check::{self, Rule};
 use crate::device;
 use crate::stats::COUNTERS;
-use crate::{comm, memory, stream};
+use crate::{comm, inject, memory, stream};
 
 /// What the host runtime has done in this process, for leak checks and tests.
 #[repr(C)]
@@ -97,6 +97,16 @@ pub unsafe extern "C" fn nvte_ep_host_stats(out: *mut nvte_ep_host_stats) -> c_i
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvte_ep_host_last_error() -> *const c_char {
     device::selected().sticky().map_or(c"", |sticky| sticky.text.as_c_str()).as_ptr()
+}
+
+/// Whether NCCL EP would find a compiler for its kernels: 1, or 0 where `NVTE_EP_HOST_FAULT` hides it from this rank.
+///
+/// # Safety
+///
+/// Always safe to call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvte_ep_host_compiler() -> c_int {
+    c_int::from(!inject::compiler_is_missing())
 }
 
 /// How often a rule of the contract was broken in this process, by the rule's name in reports; with null how often any was,

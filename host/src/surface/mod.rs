@@ -16,6 +16,7 @@ use crate::comm;
 use crate::device::{self, Device};
 use crate::fault::{Fault, Outcome, contain, report};
 use crate::graph;
+use crate::inject;
 use crate::stream;
 
 thread_local! {
@@ -37,6 +38,7 @@ fn runtime_query(work: impl FnOnce() -> Outcome<()>) -> cudaError_t {
     let _call = Call::enter(&work);
     let code = code_of(|| {
         refuse_on_worker()?;
+        inject::at_entry(&work)?;
         work()
     });
     if code != cudaSuccess {
@@ -50,6 +52,7 @@ fn driver(work: impl FnOnce() -> Outcome<()>) -> CUresult {
     let _call = Call::enter(&work);
     code_of(|| {
         refuse_on_worker()?;
+        inject::at_entry(&work)?;
         if !device::driver_ready() {
             return Err(Fault::cuda(CUDA_ERROR_NOT_INITIALIZED, "cuInit was not called"));
         }
@@ -88,6 +91,7 @@ fn nccl(work: impl FnOnce() -> Outcome<()>) -> ncclResult_t {
     let done = contain(|| {
         refuse_on_worker()?;
         check::policy()?;
+        inject::at_entry(&work)?;
         work()
     });
     match done {
@@ -138,12 +142,18 @@ fn free_device(pointer: *mut c_void, device: &'static Device) -> Outcome<()> {
     graph::refuse_unsafe("freeing device memory")?;
     // An unknown pointer must not wait for work that may never end.
     let known = crate::memory::find(pointer as usize);
-    if known.is_none_or(|allocation| allocation.base != pointer as usize || !allocation.kind.on_device()) {
+    if let Some(memory) = graph::memory_at(pointer as usize) {
+        device.synchronize();
+        return graph::free_memory(&memory, device.legacy());
+    }
+    let is_freeable =
+        |there: &crate::memory::Allocation| there.base == pointer as usize && there.kind.is_freed_by_callers();
+    if !known.as_ref().is_some_and(is_freeable) {
         return Err(Fault::cuda(cudaErrorInvalidValue, format!("{pointer:p} is not the start of device memory")));
     }
     device.synchronize();
     device.check()?;
-    let allocation = crate::memory::forget(pointer as usize, crate::memory::Kind::on_device)?;
+    let allocation = crate::memory::forget(pointer as usize, crate::memory::Kind::is_freed_by_callers)?;
     crate::memory::release(allocation);
     Ok(())
 }
@@ -159,6 +169,20 @@ fn capture_info(
         return Err(Fault::cuda(cudaErrorNotSupported, text));
     }
     Ok(info)
+}
+
+/// `cudaGraphExecUpdate` and its driver twin, which share numbers and structure.
+///
+/// # Safety
+///
+/// `info` is null or writable.
+unsafe fn update_exec(exec: usize, graph: usize, info: *mut cudaGraphExecUpdateResultInfo) -> Outcome<()> {
+    let updated = graph::update_exec(exec, graph)?;
+    let result = updated.as_ref().map_or_else(|(result, _)| *result, |()| cudaGraphExecUpdateSuccess);
+    let null = std::ptr::null_mut();
+    // SAFETY: the caller's contract.
+    unsafe { put(info, cudaGraphExecUpdateResultInfo { result, errorNode: null, errorFromNode: null }) }?;
+    updated.map_err(|(_, text)| Fault::cuda(cudaErrorGraphExecUpdateFailure, text))
 }
 
 /// Writes what [`capture_info`] gave; the id only for a valid capture, as in CUDA.

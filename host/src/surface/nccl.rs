@@ -6,6 +6,7 @@ use std::ffi::{CString, c_char, c_int, c_void};
 use nvte_ep_bindings::*;
 
 use super::{nccl, put};
+use crate::channel::pairs::Direction;
 use crate::comm::{self, Comm};
 use crate::device;
 use crate::errors;
@@ -55,6 +56,53 @@ pub unsafe extern "C" fn ncclCommInitRank(
 ) -> ncclResult_t {
     // SAFETY: the caller's contract.
     nccl(|| unsafe { Comm::init_rank(comm, nranks, commId, rank) })
+}
+
+/// As `ncclCommInitRank`; nothing that a configuration asks for has a meaning here.
+///
+/// # Safety
+///
+/// `comm` is writable, inside a group until it ends; `config` is null or valid.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn ncclCommInitRankConfig(
+    comm: *mut ncclComm_t,
+    nranks: c_int,
+    commId: ncclUniqueId,
+    rank: c_int,
+    config: *mut ncclConfig_t,
+) -> ncclResult_t {
+    // SAFETY: the caller's contract.
+    nccl(|| unsafe { Comm::init_rank_config(comm, nranks, commId, rank, config) })
+}
+
+/// Creates a communicator over devices of this process, one rank a device.
+///
+/// # Safety
+///
+/// `comm` has room for `ndev` communicators, `devlist` is null or holds `ndev` ordinals.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommInitAll(comm: *mut ncclComm_t, ndev: c_int, devlist: *const c_int) -> ncclResult_t {
+    // SAFETY: the caller's contract.
+    nccl(|| unsafe { Comm::init_all(comm, ndev, devlist) })
+}
+
+/// Creates communicators over the ranks that give the same `color`, by `key` and rank; collective, and inside a group done
+/// by `ncclGroupEnd`. `NCCL_SPLIT_NOCOLOR` gives none.
+///
+/// # Safety
+///
+/// `newcomm` is writable, inside a group until it ends; `config` is null or valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommSplit(
+    comm: ncclComm_t,
+    color: c_int,
+    key: c_int,
+    newcomm: *mut ncclComm_t,
+    config: *mut ncclConfig_t,
+) -> ncclResult_t {
+    // SAFETY: the caller's contract.
+    nccl(|| unsafe { Comm::resolve(comm, "ncclCommSplit")?.split(color, key, newcomm, config) })
 }
 
 /// Waits for the communicator's operations.
@@ -132,6 +180,17 @@ pub unsafe extern "C" fn ncclCommCuDevice(comm: ncclComm_t, device: *mut c_int) 
     nccl(|| unsafe { put(device, Comm::resolve(comm, "ncclCommCuDevice")?.device.ordinal) })
 }
 
+/// Rank, number of ranks, device, and what the communicator can do.
+///
+/// # Safety
+///
+/// `props` is null or valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommQueryProperties(comm: ncclComm_t, props: *mut ncclCommProperties_t) -> ncclResult_t {
+    // SAFETY: the caller's contract.
+    nccl(|| unsafe { Comm::resolve(comm, "ncclCommQueryProperties")?.query_properties(props) })
+}
+
 /// Gathers `sendcount` elements of every rank.
 ///
 /// # Safety
@@ -177,6 +236,99 @@ pub unsafe extern "C" fn ncclAllReduce(
     })
 }
 
+/// Reduces `count` elements over the ranks; the root gets the result.
+///
+/// # Safety
+///
+/// `sendbuff`, and on the root `recvbuff`, have `count` elements until the stream has got there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclReduce(
+    sendbuff: *const c_void,
+    recvbuff: *mut c_void,
+    count: usize,
+    datatype: ncclDataType_t,
+    op: ncclRedOp_t,
+    root: c_int,
+    comm: ncclComm_t,
+    stream: cudaStream_t,
+) -> ncclResult_t {
+    nccl(|| {
+        let comm = Comm::resolve(comm, "ncclReduce")?;
+        let stream = Stream::resolve(stream, comm.device)?;
+        // SAFETY: the caller's contract.
+        unsafe { comm.reduce(sendbuff, recvbuff, count, datatype, op, root, &stream) }
+    })
+}
+
+/// Reduces `recvcount` elements for each rank; rank i gets the i-th part of the result.
+///
+/// # Safety
+///
+/// `recvbuff` has `recvcount` elements, `sendbuff` that many for each rank, both until the stream has got there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclReduceScatter(
+    sendbuff: *const c_void,
+    recvbuff: *mut c_void,
+    recvcount: usize,
+    datatype: ncclDataType_t,
+    op: ncclRedOp_t,
+    comm: ncclComm_t,
+    stream: cudaStream_t,
+) -> ncclResult_t {
+    nccl(|| {
+        let comm = Comm::resolve(comm, "ncclReduceScatter")?;
+        let stream = Stream::resolve(stream, comm.device)?;
+        // SAFETY: the caller's contract.
+        unsafe { comm.reduce_scatter(sendbuff, recvbuff, recvcount, datatype, op, &stream) }
+    })
+}
+
+/// Sends `count` elements to `peer`, which has to receive them; inside a group done by `ncclGroupEnd`, side by side with the
+/// group's other transfers.
+///
+/// # Safety
+///
+/// `sendbuff` has `count` elements until the stream has got there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclSend(
+    sendbuff: *const c_void,
+    count: usize,
+    datatype: ncclDataType_t,
+    peer: c_int,
+    comm: ncclComm_t,
+    stream: cudaStream_t,
+) -> ncclResult_t {
+    nccl(|| {
+        let comm = Comm::resolve(comm, "ncclSend")?;
+        let stream = Stream::resolve(stream, comm.device)?;
+        // SAFETY: the caller's contract.
+        unsafe { comm.transfer(Direction::Send, sendbuff, count, datatype, peer, &stream) }
+    })
+}
+
+/// Receives `count` elements that `peer` sends; inside a group done by `ncclGroupEnd`, side by side with the group's other
+/// transfers.
+///
+/// # Safety
+///
+/// `recvbuff` has `count` elements until the stream has got there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclRecv(
+    recvbuff: *mut c_void,
+    count: usize,
+    datatype: ncclDataType_t,
+    peer: c_int,
+    comm: ncclComm_t,
+    stream: cudaStream_t,
+) -> ncclResult_t {
+    nccl(|| {
+        let comm = Comm::resolve(comm, "ncclRecv")?;
+        let stream = Stream::resolve(stream, comm.device)?;
+        // SAFETY: the caller's contract.
+        unsafe { comm.transfer(Direction::Receive, recvbuff, count, datatype, peer, &stream) }
+    })
+}
+
 /// Copies the root's `count` elements to every rank.
 ///
 /// # Safety
@@ -200,7 +352,8 @@ pub unsafe extern "C" fn ncclBroadcast(
     })
 }
 
-/// Starts a group: communicators created and windows registered in it are set up at the same time.
+/// Starts a group: communicators created and windows registered in it are set up at the same time, and sends and receives
+/// done side by side.
 ///
 /// # Safety
 ///

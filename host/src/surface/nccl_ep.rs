@@ -13,7 +13,8 @@ use crate::ep::dispatch;
 use crate::ep::group::Group;
 use crate::ep::handle::Handle;
 use crate::ep::update;
-use crate::fault::{Fault, Outcome};
+use crate::fault::{self, Fault, Outcome};
+use crate::inject;
 use crate::stream::Stream;
 
 /// Version of NCCL EP whose interface this is.
@@ -174,8 +175,15 @@ pub unsafe extern "C" fn ncclEpUpdateHandle(
     layout_info: *const ncclEpLayoutInfo_t,
     stream: cudaStream_t,
 ) -> ncclResult_t {
-    // SAFETY: the caller's contract.
-    nccl(|| unsafe { update::update(handle, topk_idx, layout_info, &stream_of(stream)?) })
+    nccl(|| {
+        if inject::compiler_is_missing() {
+            // As NCCL EP does, which compiles its first kernel here.
+            fault::report("ncclEpUpdateHandle: nvcc is missing, asked for by NVTE_EP_HOST_FAULT; NCCL EP aborts here");
+            std::process::abort();
+        }
+        // SAFETY: the caller's contract.
+        unsafe { update::update(handle, topk_idx, layout_info, &stream_of(stream)?) }
+    })
 }
 
 /// `ncclEpInitHandle` with memory of its own and `topk_idx`'s width, then `ncclEpUpdateHandle`.

@@ -307,6 +307,13 @@ impl WindowMemory {
     }
 }
 
+fn handle_memory(rank: &Rank, group: ncclEpGroup_t, layout: ncclEpLayout_t, top_k: usize) -> Buffer<u8> {
+    let mut size = 0;
+    // SAFETY: the result pointer is ours.
+    nccl_ok(unsafe { ncclEpHandleMemSize(group, layout, ptr::null(), &raw mut size, top_k as i32) });
+    Buffer::new(size, rank.stream)
+}
+
 /// A handle with its memory.
 pub struct TestHandle {
     pub handle: ncclEpHandle_t,
@@ -316,28 +323,33 @@ pub struct TestHandle {
 
 impl TestHandle {
     pub fn new(rank: &Rank, group: ncclEpGroup_t, top_k: usize, alignment: usize) -> Self {
-        let mut size = 0;
-        // SAFETY: the result pointer is ours.
-        nccl_ok(unsafe {
-            ncclEpHandleMemSize(group, NCCL_EP_LAYOUT_EXPERT_MAJOR, ptr::null(), &raw mut size, top_k as i32)
-        });
-        Self::over(Buffer::new(size, rank.stream), group, top_k, alignment)
+        let memory = handle_memory(rank, group, NCCL_EP_LAYOUT_EXPERT_MAJOR, top_k);
+        Self::over(memory, group, top_k, alignment)
+    }
+
+    /// With the flat layout.
+    pub fn flat(rank: &Rank, group: ncclEpGroup_t, top_k: usize) -> Self {
+        let memory = handle_memory(rank, group, NCCL_EP_LAYOUT_FLAT, top_k);
+        Self::with_layout(memory, group, NCCL_EP_LAYOUT_FLAT, top_k, 0)
     }
 
     pub fn over(memory: Buffer<u8>, group: ncclEpGroup_t, top_k: usize, alignment: usize) -> Self {
+        Self::with_layout(memory, group, NCCL_EP_LAYOUT_EXPERT_MAJOR, top_k, alignment)
+    }
+
+    pub fn with_layout(
+        memory: Buffer<u8>,
+        group: ncclEpGroup_t,
+        layout: ncclEpLayout_t,
+        top_k: usize,
+        alignment: usize,
+    ) -> Self {
         let mut desc = Desc::of(&memory, ncclUint8, &[memory.len]);
         let config = ep_struct!(ncclEpHandleConfig_t { dispatch_output_per_expert_alignment: alignment });
         let mut handle = ptr::null_mut();
         // SAFETY: all pointers are ours and valid.
         nccl_ok(unsafe {
-            ncclEpInitHandle(
-                &raw mut handle,
-                group,
-                NCCL_EP_LAYOUT_EXPERT_MAJOR,
-                &raw const config,
-                top_k as i32,
-                desc.ptr(),
-            )
+            ncclEpInitHandle(&raw mut handle, group, layout, &raw const config, top_k as i32, desc.ptr())
         });
         Self { handle, memory, top_k }
     }
@@ -387,8 +399,20 @@ pub fn spawn_rank_with(
 
 /// Runs all ranks as processes and returns their stderr; ranks in `may_fail` may end in any way.
 pub fn run_processes(entry: &str, ranks: usize, timeout_ms: u32, may_fail: &[usize]) -> Vec<String> {
-    let id = unique_id();
-    let children: Vec<_> = (0..ranks).map(|rank| spawn_rank(entry, &id, rank, ranks, timeout_ms)).collect();
+    run_processes_with(entry, ranks, timeout_ms, may_fail, &[])
+}
+
+/// As [`run_processes`], with more environment variables.
+pub fn run_processes_with(
+    entry: &str,
+    ranks: usize,
+    timeout_ms: u32,
+    may_fail: &[usize],
+    variables: &[(&str, &str)],
+) -> Vec<String> {
+    let id = hex(&unique_id());
+    let spawn = |rank| spawn_rank_with(entry, &id, rank, ranks, timeout_ms, variables);
+    let children: Vec<_> = (0..ranks).map(spawn).collect();
     let outputs: Vec<_> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
     let mut errors = Vec::new();
     for (rank, output) in outputs.into_iter().enumerate() {
