@@ -361,6 +361,8 @@ impl Stream {
             if let Err(fault) = contain(|| (work.run)(sticky)) {
                 self.device.poison(fault);
             }
+            // What the work held is gone for those who wait for its end.
+            drop(work.run);
             self.queue.lock().completed += 1;
             self.progress.notify_all();
         }
