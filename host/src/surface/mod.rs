@@ -144,7 +144,10 @@ fn free_device(pointer: *mut c_void, device: &'static Device) -> Outcome<()> {
     let known = crate::memory::find(pointer as usize);
     if let Some(memory) = graph::memory_at(pointer as usize) {
         device.synchronize();
-        return graph::free_memory(&memory, device.legacy());
+        graph::free_memory(&memory, device.legacy())?;
+        // The memory is not touched any more when the call returns.
+        device.synchronize();
+        return device.check();
     }
     let is_freeable =
         |there: &crate::memory::Allocation| there.base == pointer as usize && there.kind.is_freed_by_callers();
