@@ -200,7 +200,7 @@ impl Staging {
 
     fn grow(&mut self, bytes: usize) -> Outcome<()> {
         if self.capacity() < bytes {
-            let target = bytes.max(self.capacity() * 2).next_multiple_of(64 * 1024);
+            let target = bytes.max((self.capacity() * 2).min(PIECE_BYTES)).next_multiple_of(64 * 1024);
             let full = |e: &io::Error| {
                 let text = format!("cannot reserve {target} bytes of staging: {e}");
                 Fault::both(cudaErrorMemoryAllocation, ncclSystemError, text)
