@@ -35,7 +35,7 @@ nvte_ep_install_library(libnvte_ep_host.so libnvte_ep_host)
 install(PROGRAMS ${nvte_ep_library_dir}/libtransformer_engine.so DESTINATION ${CMAKE_INSTALL_LIBDIR}/nvte_ep/te)
 # Each library looks for the host runtime beside itself.
 nvte_ep_install_link(../../libnvte_ep_host.so.1 ${CMAKE_INSTALL_LIBDIR}/nvte_ep/te/libnvte_ep_host.so)
-foreach(name libcuda.so.1 libcudart.so.12 libcudart.so.13 libnccl.so.2)
+foreach(name libcuda.so.1 libcudart.so.12 libcudart.so.13 libnccl.so.2 libnccl_ep.so.0)
   nvte_ep_install_link(../../libnvte_ep_host.so.1 ${CMAKE_INSTALL_LIBDIR}/nvte_ep/host_runtime/${name})
 endforeach()
 install(PROGRAMS ${nvte_ep_library_dir}/nvte-ep DESTINATION ${CMAKE_INSTALL_BINDIR})

@@ -6,7 +6,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 /// Library names that programs and `libnvte_ep.so` look for.
-const SONAMES: [&str; 4] = ["libcuda.so.1", "libcudart.so.12", "libcudart.so.13", "libnccl.so.2"];
+const SONAMES: [&str; 5] = ["libcuda.so.1", "libcudart.so.12", "libcudart.so.13", "libnccl.so.2", "libnccl_ep.so.0"];
 
 fn main() -> io::Result<()> {
     println!("cargo::rerun-if-changed=build.rs");

@@ -163,7 +163,7 @@ mod tests {
         let mut cache = HandleCache::new(Relocation::Rebuild, None);
         cache.insert(KEY, 0x100, layer(2), None, 1);
         assert_eq!(cache.lookup(KEY, 0x200, &layer(2)).unwrap(), Lookup::Moved);
-        let prepared = Some(Prepared { num_tokens: 5, index_dtype: DType::Int64 });
+        let prepared = Some(Prepared { num_tokens: 5, index_dtype: DType::Int64, recv_total: None });
         assert_eq!(cache.insert(KEY, 0x200, layer(2), prepared, 2), [1], "the caller destroys the old handle");
         assert_eq!(cache.lookup(KEY, 0x200, &layer(2)).unwrap(), Lookup::Ready);
         assert_eq!(cache.prepared(KEY, 0x200), prepared);
@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn memory_belongs_to_who_prepared_it_last() {
         let other = HandleKey::Registered(8);
-        let prepared = Some(Prepared { num_tokens: 5, index_dtype: DType::Int64 });
+        let prepared = Some(Prepared { num_tokens: 5, index_dtype: DType::Int64, recv_total: None });
         let mut cache = HandleCache::new(Relocation::Refuse, None);
         for key in [KEY, other] {
             cache.insert(key, 0x100, layer(2), None, key);

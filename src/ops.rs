@@ -19,12 +19,14 @@ pub struct Prepared {
     pub num_tokens: usize,
     /// Data type of its `topk_idx`.
     pub index_dtype: DType,
+    /// Rows that this rank receives, padding included; none where the host has not read it, which only eager mode does.
+    pub recv_total: Option<u64>,
 }
 
 /// Arguments of prepare.
 #[derive(Debug, Clone, Copy)]
 pub struct Prepare {
-    /// `[T, K]` int64 or int32; a negative index routes nowhere.
+    /// `[T, K]` int64 or int32; an index that is no expert routes nowhere.
     pub topk_idx: TensorView,
     /// `[local experts]` int32 or int64; receives the padded row count of every local expert's slab.
     pub token_counts: Option<TensorView>,
@@ -111,7 +113,7 @@ impl Prepare {
             }
             total.require_element_storage()?;
         }
-        Ok(Prepared { num_tokens: rows, index_dtype: self.topk_idx.dtype })
+        Ok(Prepared { num_tokens: rows, index_dtype: self.topk_idx.dtype, recv_total: None })
     }
 }
 
@@ -134,7 +136,7 @@ impl Dispatch {
                 return Err(Error::argument(topk_idx.name, required, topk_idx.dtype));
             }
         }
-        require_recv_rows(&mut self.recv_tokens, width, group, Side::Written)?;
+        require_recv_rows(&mut self.recv_tokens, width, group, prepared, Side::Written)?;
         self.recv_tokens.require_dtype_of(&self.tokens)?;
         require_same_scaling(&self.tokens, &mut self.recv_tokens, group)?;
         if self.topk_weights.is_some() {
@@ -177,7 +179,7 @@ impl Combine {
     pub fn check(mut self, group: &GroupConfig, prepared: Prepared) -> Result<Self> {
         let width = require_source_rows(&self.result, group, prepared)?;
         require_plain(&self.expert_out)?;
-        require_recv_rows(&mut self.expert_out, width, group, Side::Read)?;
+        require_recv_rows(&mut self.expert_out, width, group, prepared, Side::Read)?;
         self.result.require_dtype_of(&self.expert_out)?;
         Ok(self)
     }
@@ -191,7 +193,7 @@ impl DispatchBwd {
     pub fn check(mut self, group: &GroupConfig, layer: &LayerConfig, prepared: Prepared) -> Result<Self> {
         let width = require_source_rows(&self.grad_tokens, group, prepared)?;
         require_plain(&self.grad)?;
-        require_recv_rows(&mut self.grad, width, group, Side::Read)?;
+        require_recv_rows(&mut self.grad, width, group, prepared, Side::Read)?;
         self.grad_tokens.require_dtype_of(&self.grad)?;
         // The backward kernels clear and fill as many staging rows as grad has, unchecked (nccl_ep 0.1.0).
         if group.recv_capacity == RecvCapacity::Eager && self.grad.shape.sizes()[0] as u64 > group.internal_rows() {
@@ -226,7 +228,7 @@ impl CombineBwd {
     pub fn check(mut self, group: &GroupConfig, prepared: Prepared) -> Result<Self> {
         let width = require_source_rows(&self.grad, group, prepared)?;
         require_plain(&self.grad_expert_out)?;
-        require_recv_rows(&mut self.grad_expert_out, width, group, Side::Written)?;
+        require_recv_rows(&mut self.grad_expert_out, width, group, prepared, Side::Written)?;
         self.grad_expert_out.require_dtype_of(&self.grad)?;
         Ok(self)
     }
@@ -382,9 +384,15 @@ enum Side {
 }
 
 /// A `[C, H]` tensor of the receiving side; cuts it to C rows.
-fn require_recv_rows(tensor: &mut TensorView, width: usize, group: &GroupConfig, side: Side) -> Result<()> {
+fn require_recv_rows(
+    tensor: &mut TensorView,
+    width: usize,
+    group: &GroupConfig,
+    prepared: Prepared,
+    side: Side,
+) -> Result<()> {
     let (rows, columns) = tensor.matrix("[recv_T, hidden_dim]")?;
-    let kept = recv_rows(tensor, rows, group)?;
+    let kept = recv_rows(tensor, rows, group, prepared)?;
     if columns != width {
         let required = format!("must have the token rows' width, {width}");
         return Err(Error::argument(tensor.name, required, format!("{:?}", tensor.shape)));
@@ -403,14 +411,22 @@ fn require_recv_rows(tensor: &mut TensorView, width: usize, group: &GroupConfig,
 }
 
 /// How many of a receive-side tensor's rows count.
-fn recv_rows(tensor: &TensorView, rows: usize, group: &GroupConfig) -> Result<usize> {
+fn recv_rows(tensor: &TensorView, rows: usize, group: &GroupConfig, prepared: Prepared) -> Result<usize> {
     match group.recv_capacity {
         RecvCapacity::Fixed(capacity) if rows >= capacity as usize => Ok(capacity as usize),
         RecvCapacity::Fixed(capacity) => {
             let required = format!("must have at least max_recv_tokens_per_rank rows, {capacity}");
             Err(Error::argument(tensor.name, required, format!("{:?}", tensor.shape)))
         }
-        RecvCapacity::Eager => Ok(rows),
+        // NCCL EP of API 2 refuses this for dispatch alone; that of API 3 writes beyond the tensor, or traps.
+        RecvCapacity::Eager => match prepared.recv_total {
+            Some(total) if (rows as u64) < total => {
+                let required = format!("must have at least the rows that this rank receives in this step, {total}");
+                Err(Error::argument(tensor.name, required, format!("{:?}", tensor.shape))
+                    .with_remedy("size it by the total that prepare reported"))
+            }
+            _ => Ok(rows),
+        },
     }
 }
 
@@ -470,7 +486,7 @@ mod tests {
         LayerConfig::parse("layer_config", 2, 8).unwrap()
     }
 
-    const PREPARED: Prepared = Prepared { num_tokens: 10, index_dtype: DType::Int64 };
+    const PREPARED: Prepared = Prepared { num_tokens: 10, index_dtype: DType::Int64, recv_total: None };
 
     fn prepare() -> Prepare {
         Prepare {
@@ -585,7 +601,7 @@ mod tests {
         call.topk_idx = view("topk_idx", DType::Int32, &[0, 2]);
         (call.topk_idx.data, call.token_counts) = (0, None);
         let prepared = call.check(&group(), &layer()).unwrap();
-        assert_eq!(prepared, Prepared { num_tokens: 0, index_dtype: DType::Int32 });
+        assert_eq!(prepared, Prepared { num_tokens: 0, index_dtype: DType::Int32, recv_total: None });
         let mut call = combine();
         call.result = view("result", DType::BFloat16, &[0, 512]);
         call.result.data = 0;
@@ -852,6 +868,32 @@ mod tests {
         call.grad = view("grad", DType::BFloat16, &[0, 512]);
         let call = call.check(&eager(), &layer(), PREPARED).unwrap();
         assert_eq!(call.g_recv_topk_weights.unwrap().shape.sizes(), [0]);
+        // Exactly the step's total fits; one row less, in any call, does not.
+        let total = |recv_total| Prepared { recv_total: Some(recv_total), ..PREPARED };
+        let rows = |name| view(name, DType::BFloat16, &[37, 512]);
+        let weights = Some(view("weights", DType::Float32, &[37]));
+        let dispatch = Dispatch { recv_tokens: rows("recv_tokens"), recv_topk_weights: weights, ..dispatch() };
+        let combine_37 = Combine { expert_out: rows("expert_out"), ..combine() };
+        let dispatch_bwd_37 = DispatchBwd { grad: rows("grad"), g_recv_topk_weights: weights, ..dispatch_bwd() };
+        let combine_bwd = CombineBwd { grad_expert_out: rows("grad_expert_out"), ..combine_bwd() };
+        let texts = |total| {
+            [
+                dispatch.check(&eager(), &layer(), total).err(),
+                combine_37.check(&eager(), total).err(),
+                dispatch_bwd_37.check(&eager(), &layer(), total).err(),
+                combine_bwd.check(&eager(), total).err(),
+            ]
+            .map(|error| error.map(|error| error.to_string()))
+        };
+        assert_eq!(texts(total(37)), [const { None }; 4]);
+        let names = ["recv_tokens", "expert_out", "grad", "grad_expert_out"];
+        for (text, name) in texts(total(38)).iter().zip(names) {
+            let expected = format!(
+                "{name} must have at least the rows that this rank receives in this step, 38, got [37, 512]; size it by \
+                 the total that prepare reported"
+            );
+            assert_eq!(text.as_deref(), Some(&*expected));
+        }
         let beyond = &[4 * 64 * 2 + 1, 512];
         let mut call = combine();
         call.expert_out = view("expert_out", DType::BFloat16, beyond);

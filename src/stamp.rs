@@ -1,5 +1,5 @@
 //! What a piece of handle memory holds, written into its first bytes by every prepare, so that memory whose bytes a
-//! framework moved, or whose handle was given up, still tells the layer, the token count and the index width.
+//! framework moved, or whose handle was given up, still tells the layer, the token count and the index type.
 #![forbid(unsafe_code)]
 
 use crate::config::{LayerConfig, MAX_TOP_K, SlabAlignment};
@@ -9,6 +9,14 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// Bytes in front of NCCL EP's part of the handle memory: one unit of its alignment.
 pub(crate) const STAMP_BYTES: usize = 256;
+
+/// Where the stamp's bytes hold the step's total: the rows that this rank receives, padding included and before any drop,
+/// as one int64 that prepare's kernels write.
+pub(crate) const TOTAL_OFFSET: usize = 8;
+/// Where it holds the number of the step's indices that are no expert, as one uint32.
+pub(crate) const NOT_EXPERTS_OFFSET: usize = 16;
+/// The bytes of both, which are zero when a prepare starts.
+pub(crate) const COUNTERS: std::ops::Range<usize> = TOTAL_OFFSET..20;
 
 /// The two words of a stamp: a packed description with a check of everything, and the token count.
 ///
@@ -43,7 +51,7 @@ impl Stamp {
         let top_k = (description & (MAX_TOP_K - 1)) + 1;
         let alignment = SlabAlignment::parse("stamp", 1 << (description >> 6 & 31)).ok()?;
         let index_dtype = if description >> 5 & 1 == 1 { DType::Int32 } else { DType::Int64 };
-        let prepared = Prepared { num_tokens: num_tokens as usize, index_dtype };
+        let prepared = Prepared { num_tokens: num_tokens as usize, index_dtype, recv_total: None };
         Some((LayerConfig { top_k, alignment }, prepared))
     }
 }
@@ -59,7 +67,7 @@ mod tests {
                 for index_dtype in [DType::Int32, DType::Int64] {
                     for num_tokens in [0, 1, 65536] {
                         let layer = LayerConfig::parse("layer_cfg", top_k, alignment).unwrap();
-                        let prepared = Prepared { num_tokens, index_dtype };
+                        let prepared = Prepared { num_tokens, index_dtype, recv_total: None };
                         assert_eq!(Stamp::new(&layer, prepared, 9).read(9), Some((layer, prepared)));
                     }
                 }
@@ -70,7 +78,8 @@ mod tests {
     #[test]
     fn other_bytes_are_no_stamp() {
         let layer = LayerConfig::parse("layer_cfg", 8, 16).unwrap();
-        let Stamp([a, b]) = Stamp::new(&layer, Prepared { num_tokens: 77, index_dtype: DType::Int64 }, 1);
+        let Stamp([a, b]) =
+            Stamp::new(&layer, Prepared { num_tokens: 77, index_dtype: DType::Int64, recv_total: None }, 1);
         assert_eq!(Stamp([a, b]).read(2), None, "another group");
         let mut accepted = 0;
         for bit in 0..32 {

@@ -139,6 +139,24 @@ TEST(References, TwoFiltersDrop) {
   EXPECT_TRUE(roomy.Slots(1)[2].padding());
 }
 
+// Three tokens for rank 0, which has room for two rows. The third has the first row, and goes where tokens are counted.
+TEST(References, DropsByRowsOnly) {
+  Routing routing;
+  routing.top_k = 1;
+  routing.rows = {3, 0};
+  routing.expert = {{1, 1, 0}, {}};
+  const Reference by_tokens(routing, 4, 1, 2);
+  EXPECT_TRUE(by_tokens.Slots(0)[0].padding());
+  EXPECT_LT(by_tokens.SlotIndex(0, 0, 0, 2), 0);
+  const Reference by_rows(routing, 4, 1, 2, Reference::Drops::kRows);
+  ASSERT_EQ(by_rows.Slots(0).size(), 2u);
+  EXPECT_EQ(by_rows.Slots(0)[0].row, 2);
+  EXPECT_EQ(by_rows.Slots(0)[1].row, 0);
+  EXPECT_EQ(by_rows.Counts(0), (std::vector<std::int64_t>{1, 1}));
+  EXPECT_EQ(by_rows.Total(0), 3);
+  EXPECT_LT(by_rows.SlotIndex(0, 1, 0, 1), 0) << "no place";
+}
+
 TEST(References, SumsRoundOncePerRankAndOnceMore) {
   // One token for both experts of both ranks; each adds 1 to 256, which bf16 cannot hold.
   Routing routing;

@@ -5,6 +5,8 @@ pub type CUdeviceptr = CUdeviceptr_v2;
 pub type CUdevice_v1 = ::std::os::raw::c_int;
 pub type CUdevice = CUdevice_v1;
 pub type CUcontext = *mut CUctx_st;
+pub type CUmodule = *mut CUmod_st;
+pub type CUfunction = *mut CUfunc_st;
 pub type CUevent = *mut CUevent_st;
 pub type CUstream = *mut CUstream_st;
 pub type CUstream_flags_enum = ::std::os::raw::c_uint;
@@ -55,6 +57,16 @@ pub type ncclGinType_t = ::std::os::raw::c_uint;
 #[repr(C)]
 #[derive(Debug)]
 pub struct CUctx_st {
+    _unused: [u8; 0],
+}
+#[repr(C)]
+#[derive(Debug)]
+pub struct CUmod_st {
+    _unused: [u8; 0],
+}
+#[repr(C)]
+#[derive(Debug)]
+pub struct CUfunc_st {
     _unused: [u8; 0],
 }
 #[repr(C)]
@@ -1371,6 +1383,10 @@ unsafe extern "C" {
     pub fn cuCtxGetCurrent(pctx: *mut CUcontext) -> CUresult;
     pub fn cuCtxGetDevice(device: *mut CUdevice) -> CUresult;
     pub fn cuCtxSynchronize() -> CUresult;
+    pub fn cuModuleLoadData(module: *mut CUmodule, image: *const ::std::os::raw::c_void) -> CUresult;
+    pub fn cuModuleUnload(hmod: CUmodule) -> CUresult;
+    pub fn cuModuleGetFunction(hfunc: *mut CUfunction, hmod: CUmodule, name: *const ::std::os::raw::c_char)
+    -> CUresult;
     pub fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> CUresult;
     pub fn cuMemAlloc_v2(dptr: *mut CUdeviceptr, bytesize: usize) -> CUresult;
     pub fn cuMemFree_v2(dptr: CUdeviceptr) -> CUresult;
@@ -1380,6 +1396,7 @@ unsafe extern "C" {
         ByteCount: usize,
     ) -> CUresult;
     pub fn cuMemcpyDtoH_v2(dstHost: *mut ::std::os::raw::c_void, srcDevice: CUdeviceptr, ByteCount: usize) -> CUresult;
+    pub fn cuMemcpyAsync(dst: CUdeviceptr, src: CUdeviceptr, ByteCount: usize, hStream: CUstream) -> CUresult;
     pub fn cuMemcpyHtoDAsync_v2(
         dstDevice: CUdeviceptr,
         srcHost: *const ::std::os::raw::c_void,
@@ -1421,6 +1438,19 @@ unsafe extern "C" {
     pub fn cuEventSynchronize(hEvent: CUevent) -> CUresult;
     pub fn cuEventDestroy_v2(hEvent: CUevent) -> CUresult;
     pub fn cuEventElapsedTime_v2(pMilliseconds: *mut f32, hStart: CUevent, hEnd: CUevent) -> CUresult;
+    pub fn cuLaunchKernel(
+        f: CUfunction,
+        gridDimX: ::std::os::raw::c_uint,
+        gridDimY: ::std::os::raw::c_uint,
+        gridDimZ: ::std::os::raw::c_uint,
+        blockDimX: ::std::os::raw::c_uint,
+        blockDimY: ::std::os::raw::c_uint,
+        blockDimZ: ::std::os::raw::c_uint,
+        sharedMemBytes: ::std::os::raw::c_uint,
+        hStream: CUstream,
+        kernelParams: *mut *mut ::std::os::raw::c_void,
+        extra: *mut *mut ::std::os::raw::c_void,
+    ) -> CUresult;
     pub fn ncclMemAlloc(ptr: *mut *mut ::std::os::raw::c_void, size: usize) -> ncclResult_t;
     pub fn ncclMemFree(ptr: *mut ::std::os::raw::c_void) -> ncclResult_t;
     pub fn ncclGetVersion(version: *mut ::std::os::raw::c_int) -> ncclResult_t;

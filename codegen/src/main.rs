@@ -1,10 +1,12 @@
-//! Regenerates what is generated and committed: C headers (cbindgen) and Rust bindings (bindgen).
+//! Regenerates what is generated and committed: C headers (cbindgen), Rust bindings (bindgen) and PTX (NVRTC).
 //!
-//! `cargo run -p nvte-ep-codegen -- headers [--check]` and `... -- bindings [--check] --wheels DIR`.
+//! `cargo run -p nvte-ep-codegen -- headers [--check]`, `... -- bindings [--check] --wheels DIR` and
+//! `... -- kernels [--check] --nvrtc FILE`.
 //! With `--check` nothing is written; a file that differs from what would be written is an error that names it.
 
 mod bindings;
 mod headers;
+mod kernels;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -29,14 +31,15 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<String, String> {
-    let usage = "usage: nvte-ep-codegen headers|bindings [--check] [--wheels DIR]";
-    let (mut what, mut check, mut wheels) = (None, false, None);
+    let usage = "usage: nvte-ep-codegen headers|bindings|kernels [--check] [--wheels DIR] [--nvrtc FILE]";
+    let (mut what, mut check, mut wheels, mut nvrtc) = (None, false, None, None);
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
-            "headers" | "bindings" => what = Some(argument),
+            "headers" | "bindings" | "kernels" => what = Some(argument),
             "--check" => check = true,
             "--wheels" => wheels = Some(PathBuf::from(arguments.next().ok_or(usage)?)),
+            "--nvrtc" => nvrtc = Some(PathBuf::from(arguments.next().ok_or(usage)?)),
             _ => return Err(usage.into()),
         }
     }
@@ -46,6 +49,7 @@ fn run() -> Result<String, String> {
         Some("bindings") => {
             vec![bindings::generate(&wheels.ok_or("bindings needs --wheels \"$(qa/wheels.sh)\"")?)?]
         }
+        Some("kernels") => kernels::generate(root, &nvrtc.ok_or("kernels needs --nvrtc \"$(qa/nvrtc.sh)\"")?)?,
         _ => return Err(usage.into()),
     };
     let mut stale = Vec::new();

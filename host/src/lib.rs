@@ -33,6 +33,7 @@ pub mod errors;
 pub mod fault;
 pub mod graph;
 pub mod inject;
+pub mod kernels;
 pub mod memory;
 pub mod order;
 pub mod stats;

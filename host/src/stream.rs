@@ -335,6 +335,8 @@ impl Stream {
     /// The worker thread.
     fn work(self: Arc<Self>) {
         IS_WORKER.set(true);
+        // For reports.
+        device::make_current_driver(Some(self.device));
         sys::block_signals();
         loop {
             let work = {
@@ -359,7 +361,7 @@ impl Stream {
             let sticky = self.device.sticky().map(|sticky| &sticky.fault);
             order::runs(&work.behind);
             if let Err(fault) = contain(|| (work.run)(sticky)) {
-                self.device.poison(fault);
+                self.device.poison(check::sign(fault));
             }
             // What the work held is gone for those who wait for its end.
             drop(work.run);

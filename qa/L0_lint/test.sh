@@ -7,5 +7,6 @@ check "cargo doc" env RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 check "generated headers are current" cargo run --quiet --locked -p nvte-ep-codegen -- headers --check
 wheels=$("$ROOT/qa/wheels.sh")
 check "generated bindings are current" cargo run --quiet --locked -p nvte-ep-codegen -- bindings --check --wheels "$wheels"
+check "generated PTX is current" cargo run --quiet --locked -p nvte-ep-codegen -- kernels --check --nvrtc "$("$ROOT/qa/nvrtc.sh")"
 check "C++ formatting" qa/clang_format.sh --check
 finish

@@ -13,6 +13,11 @@ mpi() { local ranks=$1; shift; $limit mpirun --oversubscribe --bind-to none -n "
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 for ranks in 2 4; do check "test_ep, $ranks ranks" mpi "$ranks" "$bundle/test_ep"; done
 for ranks in 2 4; do check "test_te, $ranks ranks" mpi "$ranks" "$bundle/test_te"; done
+for ranks in 2 4; do
+  # It compiles more kernels than the others.
+  limit="timeout -k 5 ${SECONDS_EACH:-280}" check "nccl_ep_conformance, $ranks ranks" mpi "$ranks" "$bundle/nccl_ep_conformance" \
+    --expect "$bundle/h200_nccl_ep_0.1.0_${ranks}ranks.txt"
+done
 # TransformerEngine's released library, in the folder NVTE_EP_TE_LIBRARY_DIR; its cuBLAS and cuDNN on LD_LIBRARY_PATH.
 if [ -n "${NVTE_EP_TE_LIBRARY_DIR:-}" ]; then
   te=$NVTE_EP_TE_LIBRARY_DIR

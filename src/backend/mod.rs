@@ -3,6 +3,7 @@
 
 mod agreement;
 mod nccl_ep;
+mod topk_idx;
 
 pub use nccl_ep::Communicator;
 
@@ -13,18 +14,20 @@ use crate::error::{Error, Result};
 use crate::handle_cache::{Entry, HandleCache, HandleKey, Lookup};
 use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare, Prepared};
 use crate::preflight::{self, Place};
-use crate::stamp::{STAMP_BYTES, Stamp};
+use crate::stamp::{COUNTERS, NOT_EXPERTS_OFFSET, STAMP_BYTES, Stamp, TOTAL_OFFSET};
 use crate::sys::cuda::Stream;
 use crate::sys::nccl::CommFacts;
 use crate::sys::{self, Base, NcclEpLibrary};
-use crate::tensor::TensorView;
+use crate::tensor::{Shape, TensorView};
 use agreement::{Meeting, Statement};
 use nvte_ep_bindings as b;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, HashMap};
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use topk_idx::IndexCopier;
 
 type Slot = Arc<Mutex<Option<Backend>>>;
 
@@ -50,17 +53,23 @@ pub enum LayerClaim {
     Given(LayerConfig),
 }
 
-/// A layer, resolved. Its handle memory is a stamp of [`STAMP_BYTES`], then NCCL EP's part.
+/// A layer, resolved. Its handle memory is a stamp of [`STAMP_BYTES`], NCCL EP's part, and the copy of the indices.
 #[derive(Debug, Clone, Copy)]
 struct Layer {
     config: LayerConfig,
     /// Bytes that NCCL EP needs.
     nccl_bytes: usize,
+    /// Bytes of the indices of as many tokens as a rank may have.
+    index_bytes: usize,
 }
 
 impl Layer {
+    const fn index_offset(&self) -> usize {
+        STAMP_BYTES + self.nccl_bytes.next_multiple_of(256)
+    }
+
     const fn mem_bytes(&self) -> usize {
-        STAMP_BYTES + self.nccl_bytes
+        self.index_offset() + self.index_bytes
     }
 }
 
@@ -70,6 +79,8 @@ struct Backend {
     env: Env,
     config: GroupConfig,
     group: nccl_ep::Group,
+    /// Dropped by [`Backend::destroy`] alone, and only where CUDA may still be called.
+    index_copier: ManuallyDrop<IndexCopier>,
     meeting: Meeting,
     layers: HashMap<u64, Layer>,
     /// NCCL EP's handle memory sizes by top_k, asked once each.
@@ -241,7 +252,8 @@ impl EpGroup {
         unsafe { backend.prepare(handle, &layer, call, prepared, stream) }
     }
 
-    /// [`EpGroup::prepare`] and [`EpGroup::dispatch`], both checked before either is queued.
+    /// [`EpGroup::prepare`] and [`EpGroup::dispatch`], both checked before either is queued (in eager mode all but the
+    /// rows of the receive side, which the step itself tells).
     ///
     /// # Errors
     /// As theirs.
@@ -259,13 +271,19 @@ impl EpGroup {
         let mut locked = self.lock()?;
         let backend = locked.backend();
         let layer = backend.claimed_layer(handle, claim)?;
-        let prepared = prepare.check(&backend.config, &layer.config)?;
-        let dispatch = dispatch.check(&backend.config, &layer.config, prepared)?;
+        let mut prepared = prepare.check(&backend.config, &layer.config)?;
+        let mut call = dispatch.check(&backend.config, &layer.config, prepared)?;
         // SAFETY: passed on.
         unsafe { backend.prepare(handle, &layer, prepare, prepared, stream) }?;
+        if backend.config.recv_capacity == RecvCapacity::Eager {
+            // Only now is the total known that the receive side has to hold.
+            // SAFETY: passed on.
+            prepared = unsafe { backend.with_total(handle, prepared, stream) }?;
+            call = dispatch.check(&backend.config, &layer.config, prepared)?;
+        }
         let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
         // SAFETY: passed on.
-        unsafe { group.dispatch(&entry.handle, &dispatch, stream) }
+        unsafe { group.dispatch(&entry.handle, &call, stream) }
     }
 
     /// One operation over a prepared layer: its rules, then its handle, then the call.
@@ -282,7 +300,11 @@ impl EpGroup {
         let mut locked = self.lock()?;
         let backend = locked.backend();
         // SAFETY: passed on.
-        let (layer, prepared) = unsafe { backend.prepared_layer(handle, stream) }?;
+        let (layer, mut prepared) = unsafe { backend.prepared_layer(handle, stream) }?;
+        if backend.config.recv_capacity == RecvCapacity::Eager {
+            // SAFETY: passed on.
+            prepared = unsafe { backend.with_total(handle, prepared, stream) }?;
+        }
         let call = check(&backend.config, &layer.config, prepared)?;
         let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
         run(group, &entry.handle, call)
@@ -384,7 +406,7 @@ impl Backend {
             },
             sm_count: facts.sm_count as u32,
         };
-        let ready = || -> Result<&'static NcclEpLibrary> {
+        let ready = || -> Result<(&'static NcclEpLibrary, IndexCopier)> {
             preflight::device(device, &facts)?;
             preflight::nccl_version(nccl)?;
             let library = sys::nccl_ep(base, &env)?;
@@ -393,7 +415,7 @@ impl Backend {
                 RuntimeKind::Host => preflight::host_compiler(library)?,
             }
             tracing::info!(target: "nvte_ep", path = ?library.path, version = library.functions.version()?, "NCCL EP");
-            Ok(library)
+            Ok((library, IndexCopier::load(&base.cuda)?))
         };
         // A rank that cannot go on says so to all of them, rather than leave them waiting for it.
         let ready = ready();
@@ -420,8 +442,8 @@ impl Backend {
                 // SAFETY: the caller vouches for `comm`.
                 unsafe { meeting.confirm(env.timeout) }.map(|()| cap)
             });
-        let (library, max_num_sms) = match (ready, agreed) {
-            (Ok(library), Ok(max_num_sms)) => (library, max_num_sms),
+        let (library, index_copier, max_num_sms) = match (ready, agreed) {
+            (Ok((library, index_copier)), Ok(max_num_sms)) => (library, index_copier, max_num_sms),
             (_, Err(error @ Error::TimeOut { .. })) => return Err(error),
             (ready, agreed) => {
                 meeting.close_after_failure();
@@ -454,6 +476,7 @@ impl Backend {
             env,
             config,
             group,
+            index_copier: ManuallyDrop::new(index_copier),
             meeting,
             layers: HashMap::new(),
             nccl_bytes: HashMap::new(),
@@ -491,7 +514,8 @@ impl Backend {
     /// A layer that fits the group, and what its handle memory has to hold.
     fn layer_of(&mut self, config: LayerConfig) -> Result<Layer> {
         config.check_against(&self.config)?;
-        Ok(Layer { config, nccl_bytes: self.nccl_bytes(config.top_k)? })
+        let index_bytes = DType::Int64.bytes(self.config.max_tokens_per_rank as usize * config.top_k as usize);
+        Ok(Layer { config, nccl_bytes: self.nccl_bytes(config.top_k)?, index_bytes })
     }
 
     fn registered_layer(&self, id: u64) -> Result<Layer> {
@@ -582,6 +606,45 @@ impl Backend {
         Ok(Stamp(unsafe { self.base.cuda.read_words(address, stream) }?))
     }
 
+    /// What the last prepare of `handle` left, with the step's total, which is read back once a prepare: the calling
+    /// thread waits for the stream.
+    ///
+    /// # Safety
+    /// As [`Backend::prepared_layer`].
+    unsafe fn with_total(&mut self, handle: &HandleRef, prepared: Prepared, stream: Stream) -> Result<Prepared> {
+        // SAFETY: passed on.
+        unsafe { self.require_no_capture(stream) }?;
+        if prepared.recv_total.is_some() {
+            return Ok(prepared);
+        }
+        // SAFETY: passed on; the stream does not capture.
+        let [low, high] = unsafe { self.base.cuda.read_words(handle.mem.data + TOTAL_OFFSET as u64, stream) }?;
+        let prepared = Prepared { recv_total: Some(u64::from(high) << 32 | u64::from(low)), ..prepared };
+        if let Some(entry) = self.handles.get_mut(handle.key)
+            && entry.memory == handle.mem.data
+            && entry.prepared.is_some()
+        {
+            entry.prepared = Some(prepared);
+        }
+        Ok(prepared)
+    }
+
+    /// Eager mode has the host read each step's total, which a graph cannot.
+    ///
+    /// # Safety
+    /// `stream` is a stream of the group's device.
+    unsafe fn require_no_capture(&self, stream: Stream) -> Result<()> {
+        // SAFETY: passed on.
+        if unsafe { self.base.cuda.is_capturing(stream) }? {
+            return Err(Error::State(
+                "the stream captures a graph, and in eager mode the host reads every step's total: initialize with \
+                 max_recv_tokens_per_rank > 0 to capture"
+                    .into(),
+            ));
+        }
+        Ok(())
+    }
+
     /// Exchanges the routing, once `prepared` came out of its checks.
     ///
     /// # Safety
@@ -594,14 +657,30 @@ impl Backend {
         prepared: Prepared,
         stream: Stream,
     ) -> Result<()> {
+        if self.config.recv_capacity == RecvCapacity::Eager {
+            // SAFETY: passed on.
+            unsafe { self.require_no_capture(stream) }?;
+        }
         self.handle(handle, layer, None)?;
         // A failed exchange leaves no routing that could be replayed.
         let entry = self.handles.start_prepare(handle.key).expect("built just now");
+        let memory = handle.mem.data;
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { self.group.update(&entry.handle, call, stream) }?;
+        unsafe {
+            // Of the total's two words the kernels write as many as its dtype has.
+            let total = total_of(&handle.mem, call);
+            self.base.cuda.zero(memory + COUNTERS.start as u64, COUNTERS.len(), stream)?;
+            let (copied, not_experts) = (memory + layer.index_offset() as u64, memory + NOT_EXPERTS_OFFSET as u64);
+            let topk_idx =
+                self.index_copier.copy(&call.topk_idx, copied, not_experts, self.config.num_experts, stream)?;
+            self.group.update(&entry.handle, &Prepare { topk_idx, ..*call }, &total, stream)?;
+            if let Some(wanted) = &call.total {
+                self.base.cuda.copy(wanted.data, total.data, wanted.dtype.bytes(1), stream)?;
+            }
+        }
         let Stamp(words) = Stamp::new(&layer.config, prepared, self.epoch);
         // SAFETY: the handle memory starts with room for the stamp.
-        unsafe { self.base.cuda.write_words(handle.mem.data, &words, stream) }?;
+        unsafe { self.base.cuda.write_words(memory, &words, stream) }?;
         entry.prepared = Some(prepared);
         Ok(())
     }
@@ -616,12 +695,6 @@ impl Backend {
     ) -> Result<(&nccl_ep::Group, &mut Entry<nccl_ep::Handle>)> {
         let lookup = self.handles.lookup(handle.key, handle.mem.data, &layer.config)?;
         if lookup != Lookup::Ready {
-            if replay.is_some_and(|prepared| prepared.index_dtype == DType::Int32) {
-                // NCCL EP re-opens memory as if its indices were int64 (nccl_ep 0.1.0).
-                let required = "must stay in place, and in use, after an int32 prepare";
-                return Err(Error::argument(handle.mem.name, required, "memory that has to be opened again")
-                    .with_remedy("prepare again over the new memory, or pass int64 topk_idx"));
-            }
             let memory = handle.mem.bytes(STAMP_BYTES, layer.nccl_bytes);
             // SAFETY: the memory is the caller's, of the size that was checked, for as long as the handle is used.
             let built = unsafe { self.group.init_handle(&layer.config, &memory) }?;
@@ -664,7 +737,8 @@ impl Backend {
             tracing::warn!(target: "nvte_ep", device, "{text}");
             return vec![text];
         }
-        let Self { group, meeting, handles, .. } = self;
+        let Self { group, index_copier, meeting, handles, .. } = self;
+        drop(ManuallyDrop::into_inner(index_copier));
         let handles = handles.into_handles().map(|handle| group.destroy_handle(handle)).collect::<Vec<_>>();
         for result in handles.into_iter().chain([group.destroy(), meeting.close()]) {
             if let Err(error) = result {
@@ -675,6 +749,14 @@ impl Backend {
         tracing::info!(target: "nvte_ep", device, "EP group destroyed");
         failures
     }
+}
+
+/// The total in the stamp of a handle memory, in the data type of the counts that prepare writes.
+fn total_of(mem: &TensorView, call: &Prepare) -> TensorView {
+    let dtype = call.total.or(call.token_counts).map_or(DType::Int64, |counts| counts.dtype);
+    let shape = Shape::new(&[1]).expect("one dimension");
+    let data = mem.data + TOTAL_OFFSET as u64;
+    TensorView { name: "total", dtype, shape, data, window: None, scales: None }
 }
 
 /// A call that needs a routing over memory that holds none of this layer.

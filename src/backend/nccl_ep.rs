@@ -125,18 +125,24 @@ impl Group {
         Ok(Handle(raw))
     }
 
-    /// Exchanges the routing and fills the handle; collective, queued on `stream`.
+    /// Exchanges the routing and fills the handle and `total`; collective, queued on `stream`.
     ///
     /// # Safety
     /// The tensors are device memory of the described extent, live until the queued work is done; `stream` is a stream
     /// of the group's device.
-    pub(crate) unsafe fn update(&self, handle: &Handle, prepare: &Prepare, stream: Stream) -> Result<()> {
+    pub(crate) unsafe fn update(
+        &self,
+        handle: &Handle,
+        prepare: &Prepare,
+        total: &TensorView,
+        stream: Stream,
+    ) -> Result<()> {
         let mut topk_idx = Descriptor::new(&prepare.topk_idx);
         let mut counts = prepare.token_counts.as_ref().map(Descriptor::new);
-        let mut total = prepare.total.as_ref().map(Descriptor::new);
+        let mut total = Descriptor::new(total);
         let mut layout = b::ncclEpLayoutInfo_t::with_header();
         layout.expert_counters = bind_optional(&mut counts);
-        layout.recv_total_counter = bind_optional(&mut total);
+        layout.recv_total_counter = total.bind().raw;
         let (update, handle, topk_idx, layout, stream) =
             (self.ep.ncclEpUpdateHandle, handle.0, topk_idx.bind().raw, &raw const layout, stream.as_raw());
         checked(&self.base.nccl, "ncclEpUpdateHandle", || {

@@ -37,6 +37,8 @@ pub struct NVTEEpGroupConfig {
     /// Most experts per token of any layer; required in eager mode, 0 = not said.
     pub num_topk: c_int,
     /// 0 = rows beyond max_recv_tokens_per_rank are a fatal error on the device; else they are dropped. Not in eager mode.
+    /// Where rows may be dropped, the rows between the slabs and max_recv_tokens_per_rank are cleared by NCCL EP 0.1.0 and
+    /// left as they are by TransformerEngine 2.20.2's: read no row behind the slabs.
     pub drop_on_overflow: c_int,
 }
 

@@ -35,7 +35,24 @@ fn_table! {
         cuMemAlloc_v2: fn(*mut b::CUdeviceptr, usize) -> b::CUresult;
         cuMemFree_v2: fn(b::CUdeviceptr) -> b::CUresult;
         cuMemcpyHtoDAsync_v2: fn(b::CUdeviceptr, *const c_void, usize, b::CUstream) -> b::CUresult;
+        cuMemcpyAsync: fn(b::CUdeviceptr, b::CUdeviceptr, usize, b::CUstream) -> b::CUresult;
         cuMemcpyDtoHAsync_v2: fn(*mut c_void, b::CUdeviceptr, usize, b::CUstream) -> b::CUresult;
+        cuModuleLoadData: fn(*mut b::CUmodule, *const c_void) -> b::CUresult;
+        cuModuleUnload: fn(b::CUmodule) -> b::CUresult;
+        cuModuleGetFunction: fn(*mut b::CUfunction, b::CUmodule, *const c_char) -> b::CUresult;
+        cuLaunchKernel: fn(
+            b::CUfunction,
+            c_uint,
+            c_uint,
+            c_uint,
+            c_uint,
+            c_uint,
+            c_uint,
+            c_uint,
+            b::CUstream,
+            *mut *mut c_void,
+            *mut *mut c_void
+        ) -> b::CUresult;
         cuMemsetD8Async: fn(b::CUdeviceptr, c_uchar, usize, b::CUstream) -> b::CUresult;
         cuMemsetD32Async: fn(b::CUdeviceptr, c_uint, usize, b::CUstream) -> b::CUresult;
     }
@@ -235,6 +252,19 @@ impl Cuda {
             self.check("cuMemsetD32Async", code)?;
         }
         Ok(())
+    }
+
+    /// Queues a copy of `bytes` bytes between two addresses, of device or pinned host memory; allowed while a stream
+    /// captures.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// Both ranges are live until the copy is done, and the target is the caller's to write.
+    pub unsafe fn copy(&self, to: u64, from: u64, bytes: usize, stream: Stream) -> Result<()> {
+        // SAFETY: the caller vouches for memory and stream.
+        self.check("cuMemcpyAsync", unsafe { (self.cuMemcpyAsync)(to, from, bytes, stream.as_raw()) })
     }
 
     /// Reads words back after all that is queued on `stream`; the calling thread waits.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -111,21 +112,80 @@ TEST(Forward, MaskedEntries) {
   Step<BFloat16, std::int32_t>(group, layer, routing, 501).ForwardAndBackward();
 }
 
-// An expert that a token names twice gets it once, and contributes once; both columns see the weight's gradient.
-TEST(Forward, ExpertNamedTwice) {
-  Group group{GroupShape()};
-  Layer layer(2, 4);
-  const int experts = Experts(group);
-  constexpr std::uint64_t kSeed = 505;
-  const Routing routing = MakeRouting(EvenRows(10), 2, [=](int rank, int row, int k) {
-    return row % 2 == 0 ? (rank + row) % experts : (rank + row + k) % experts;
-  });
-  Step<BFloat16> step(group, layer, routing, kSeed);
-  // Which of two weights a doubly named expert gets is open, so they are equal.
-  std::vector<float> weights = step.weights.Download();
-  for (std::size_t row = 0; row < step.rows(); row += 2) weights[2 * row + 1] = weights[2 * row];
-  step.weights.Upload(weights);
+// What a caller wrote into topk_idx, where `routing` says what it has to mean.
+template <typename Index>
+void RunIndices(const Group& group, const Layer& layer, const Routing& routing, std::uint64_t seed,
+                const std::vector<Index>& given) {
+  Step<BFloat16, Index> step(group, layer, routing, seed);
+  ASSERT_EQ(step.topk_idx.size(), given.size());
+  step.topk_idx.Upload(given);
   step.ForwardAndBackward();
+  EXPECT_EQ(step.topk_idx.Download(), given) << "topk_idx is the caller's";
+}
+
+// An expert that a token names again gets it once, with the weight of the first mention; the others have no gradient.
+TEST(Forward, ExpertNamedAgain) {
+  GroupShape shape;
+  shape.top_k = 4;
+  Group group(shape);
+  Layer layer(4, 4);
+  const int experts = Experts(group);
+  const auto named = [=](int rank, int row, int k) -> std::int64_t {
+    const std::int64_t expert = (rank + row) % experts;
+    switch (row % 3) {
+      case 0:  // a a a a
+        return expert;
+      case 1:  // a b a b
+        return (expert + k % 2) % experts;
+      default:  // a masked a b
+        return k == 1 ? -1 : (expert + k / 3) % experts;
+    }
+  };
+  const Routing routing = MakeRouting(EvenRows(10), 4, [=](int rank, int row, int k) -> std::int64_t {
+    for (int earlier = 0; earlier < k; ++earlier) {
+      if (named(rank, row, earlier) == named(rank, row, k)) return -1;
+    }
+    return named(rank, row, k);
+  });
+  const int rank = World::Get().rank();
+  std::vector<std::int64_t> wide;
+  for (int row = 0; row < 10; ++row) {
+    for (int k = 0; k < 4; ++k) wide.push_back(named(rank, row, k));
+  }
+  RunIndices(group, layer, routing, 505, wide);
+  RunIndices(group, layer, routing, 506, std::vector<std::int32_t>(wide.begin(), wide.end()));
+}
+
+// Indices that are no expert, of which NCCL EP would make addresses, route nowhere, as negative ones.
+TEST(Forward, IndicesBeyondTheExperts) {
+  GroupShape shape;
+  Group group(shape);
+  Layer layer(2, 8);
+  const std::int64_t experts = Experts(group);
+  const int rows = 40;  // on every rank
+  const Routing routing = MakeRouting(EvenRows(rows), 2, [=](int rank, int row, int k) -> std::int64_t {
+    return (row + k) % 3 == 0 ? -1 : (rank + row + k) % experts;
+  });
+  const int rank = World::Get().rank();
+  const std::int64_t wide[] = {experts,
+                               experts + 1,
+                               std::int64_t{1} << 32,
+                               (std::int64_t{1} << 32) + 1,
+                               std::numeric_limits<std::int64_t>::max(),
+                               std::numeric_limits<std::int64_t>::min()};
+  const std::int32_t narrow[] = {static_cast<std::int32_t>(experts), std::numeric_limits<std::int32_t>::max(),
+                                 std::numeric_limits<std::int32_t>::min()};
+  std::vector<std::int64_t> given_wide;
+  std::vector<std::int32_t> given_narrow;
+  for (int row = 0; row < rows; ++row) {
+    for (int k = 0; k < 2; ++k) {
+      const std::int64_t expert = routing.at(rank, row, k);
+      given_wide.push_back(expert < 0 ? wide[row % 6] : expert);
+      given_narrow.push_back(expert < 0 ? narrow[row % 3] : static_cast<std::int32_t>(expert));
+    }
+  }
+  RunIndices(group, layer, routing, 507, given_wide);
+  RunIndices(group, layer, routing, 508, given_narrow);
 }
 
 TEST(Forward, EverythingMasked) {

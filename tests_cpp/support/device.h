@@ -14,6 +14,34 @@
 
 namespace test {
 
+template <typename T>
+NVTEDType DTypeOf();
+
+template <>
+inline NVTEDType DTypeOf<float>() {
+  return kNVTEFloat32;
+}
+template <>
+inline NVTEDType DTypeOf<BFloat16>() {
+  return kNVTEBFloat16;
+}
+template <>
+inline NVTEDType DTypeOf<Float16>() {
+  return kNVTEFloat16;
+}
+template <>
+inline NVTEDType DTypeOf<std::int32_t>() {
+  return kNVTEInt32;
+}
+template <>
+inline NVTEDType DTypeOf<std::int64_t>() {
+  return kNVTEInt64;
+}
+template <>
+inline NVTEDType DTypeOf<std::uint8_t>() {
+  return kNVTEByte;
+}
+
 // Every byte of a fresh buffer. As a float of any width it is a NaN, so a value that was never written shows.
 constexpr unsigned char kUnwritten = 0xff;
 

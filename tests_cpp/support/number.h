@@ -3,8 +3,6 @@
 #ifndef NVTE_EP_TESTS_SUPPORT_NUMBER_H_
 #define NVTE_EP_TESTS_SUPPORT_NUMBER_H_
 
-#include <transformer_engine/transformer_engine.h>
-
 #include <cstdint>
 #include <cstring>
 
@@ -84,34 +82,6 @@ inline float Widen(Float16 value) {
 template <typename T>
 float Rounded(float value) {
   return Widen(Narrow<T>(value));
-}
-
-template <typename T>
-NVTEDType DTypeOf();
-
-template <>
-inline NVTEDType DTypeOf<float>() {
-  return kNVTEFloat32;
-}
-template <>
-inline NVTEDType DTypeOf<BFloat16>() {
-  return kNVTEBFloat16;
-}
-template <>
-inline NVTEDType DTypeOf<Float16>() {
-  return kNVTEFloat16;
-}
-template <>
-inline NVTEDType DTypeOf<std::int32_t>() {
-  return kNVTEInt32;
-}
-template <>
-inline NVTEDType DTypeOf<std::int64_t>() {
-  return kNVTEInt64;
-}
-template <>
-inline NVTEDType DTypeOf<std::uint8_t>() {
-  return kNVTEByte;
 }
 
 }  // namespace test

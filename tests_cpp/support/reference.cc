@@ -62,7 +62,7 @@ float WeightValue(std::uint64_t seed, int rank, int row, int k) {
   return static_cast<float>(2 * (Mix(seed ^ 0x77, rank, row, k) % 64) + 1) / 64.0f;
 }
 
-Reference::Reference(Routing routing, int experts, std::size_t alignment, std::size_t capacity)
+Reference::Reference(Routing routing, int experts, std::size_t alignment, std::size_t capacity, Drops drops)
     : routing_(std::move(routing)), local_experts_(experts / routing_.ranks()) {
   const int ranks = routing_.ranks();
   counts_.resize(ranks);
@@ -91,11 +91,11 @@ Reference::Reference(Routing routing, int experts, std::size_t alignment, std::s
       counts_[destination].push_back(static_cast<std::int64_t>(slots.size() - base));
     }
     totals_.push_back(static_cast<std::int64_t>(slots.size()));
-    if (capacity != std::numeric_limits<std::size_t>::max()) Drop(destination, capacity);
+    if (capacity != std::numeric_limits<std::size_t>::max()) Drop(destination, capacity, drops);
   }
 }
 
-void Reference::Drop(int destination, std::size_t capacity) {
+void Reference::Drop(int destination, std::size_t capacity, Drops drops) {
   std::vector<Slot>& slots = slots_[destination];
   std::size_t distinct = 0;
   for (int rank = 0; rank < routing_.ranks(); ++rank) {
@@ -106,7 +106,7 @@ void Reference::Drop(int destination, std::size_t capacity) {
         if (mine[local] < 0) continue;
         arrives = true;
         const bool no_place = static_cast<std::size_t>(mine[local]) >= capacity;
-        if (distinct < capacity && !no_place) continue;
+        if ((distinct < capacity || drops == Drops::kRows) && !no_place) continue;
         if (!no_place) slots[mine[local]] = {local, -1, -1, -1};
         mine[local] = -1;
       }

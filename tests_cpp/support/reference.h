@@ -49,11 +49,14 @@ struct Slot {
 
 class Reference {
  public:
-  // capacity = rows that a rank receives at most; what goes beyond is dropped. Two filters do that: a rank takes its
-  // first `capacity` distinct tokens, in the order of their sources, and rows below `capacity`. Places stay as if
-  // nothing were dropped; a place whose token is gone is padding, and so are all rows up to the capacity.
+  // What becomes of rows beyond the capacity. By tokens and rows: a rank takes its first `capacity` distinct tokens, in
+  // the order of their sources, and of these the rows below `capacity`. By rows: the rows below `capacity`. Places stay
+  // as if nothing were dropped; a place whose token is gone is padding, and so are all rows up to the capacity.
+  enum class Drops { kTokensAndRows, kRows };
+
+  // capacity = rows that a rank receives at most.
   Reference(Routing routing, int experts, std::size_t alignment,
-            std::size_t capacity = std::numeric_limits<std::size_t>::max());
+            std::size_t capacity = std::numeric_limits<std::size_t>::max(), Drops drops = Drops::kTokensAndRows);
 
   const Routing& routing() const { return routing_; }
   int local_experts() const { return local_experts_; }
@@ -80,7 +83,7 @@ class Reference {
   std::int64_t SlotIndex(int destination, int local_expert, int rank, int row) const;
 
  private:
-  void Drop(int destination, std::size_t capacity);
+  void Drop(int destination, std::size_t capacity, Drops drops);
 
   Routing routing_;
   int local_experts_;

@@ -79,8 +79,9 @@ pub unsafe extern "C-unwind" fn nvte_ep_register_layer(
 
 /// Exchanges the routing of one step among the ranks and keeps it in handle.mem. Collective, queued on stream.
 ///
-/// topk_idx: [T, K] int64 or int32, the experts of each token; a negative index routes nowhere, and an expert named twice
-/// by one token counts once.
+/// topk_idx: [T, K] int64 or int32, the experts of each token. An index that is negative, or no expert, routes
+/// nowhere; an expert that a token names again counts once, with the weight of the first mention, and the later mentions
+/// have no gradient. Read until the queued work is done, and not written.
 /// token_counts: [num_experts / ep_size] int32 or int64; receives the rows of each local expert's slab: the tokens routed to
 /// it, padded to the alignment (no rows where there are no tokens).
 /// dispatch_output_per_expert_alignment: the registered value.

@@ -253,9 +253,10 @@ impl Combine {
                 let wanted = (expert as i32).to_ne_bytes();
                 let pairs = partials[rank].pairs.get(index * top_k..)?.get(..top_k)?;
                 let pair = pairs.iter().find(|pair| pair[..4] == wanted)?;
-                Some([pair[4], pair[5], pair[6], pair[7]])
+                Some(f32::from_ne_bytes([pair[4], pair[5], pair[6], pair[7]]))
             });
-            gradients.extend(gradient.unwrap_or_default());
+            // A sum from zero, which turns -0 into 0 (seen on an H200).
+            gradients.extend((0.0 + gradient.unwrap_or_default()).to_ne_bytes());
         }
         by_token.write(range.start * top_k * 4, &gradients);
     }

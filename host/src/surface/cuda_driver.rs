@@ -23,7 +23,7 @@ fn device_of(dev: CUdevice) -> Outcome<&'static Device> {
 }
 
 /// A call about a stream: the NULL stream belongs to the current context, others know their device.
-fn on_stream(stream: CUstream, work: impl FnOnce(std::sync::Arc<Stream>) -> Outcome<()>) -> CUresult {
+pub(super) fn on_stream(stream: CUstream, work: impl FnOnce(std::sync::Arc<Stream>) -> Outcome<()>) -> CUresult {
     let _call = Call::enter(&work);
     if stream as usize <= 2 {
         return driver_current(|device| work(Stream::resolve(stream, device)?));
@@ -639,6 +639,26 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     on_stream(hStream, |stream| {
         // SAFETY: the caller's contract.
         unsafe { copy::copy(to, srcHost, ByteCount, cudaMemcpyHostToDevice, &stream, false) }
+    })
+}
+
+/// Copies in stream order; where to and from is found by the addresses.
+///
+/// # Safety
+///
+/// The ranges have `ByteCount` bytes and stay valid until the stream has got there.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuMemcpyAsync(
+    dst: CUdeviceptr,
+    src: CUdeviceptr,
+    ByteCount: usize,
+    hStream: CUstream,
+) -> CUresult {
+    let (to, from) = (dst as *mut c_void, src as *const c_void);
+    on_stream(hStream, |stream| {
+        // SAFETY: the caller's contract.
+        unsafe { copy::copy(to, from, ByteCount, cudaMemcpyDefault, &stream, false) }
     })
 }
 

@@ -1,6 +1,7 @@
 //! The exported C functions, one file an interface, and what each of them does around its body.
 
 pub mod cuda_driver;
+pub mod cuda_module;
 pub mod cuda_runtime;
 pub mod host_ext;
 pub mod nccl;

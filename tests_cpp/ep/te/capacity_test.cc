@@ -112,7 +112,11 @@ TEST(Eager, FewerRowsThanTheTotal) {
   Step<BFloat16> step(group, layer, routing, 6528, total - 1);
   step.Prepare();
   step.CheckCounts();
-  EXPECT_TRUE(Throws("nvte_ep_dispatch", {"ncclEpDispatch"}, [&] { step.Dispatch(); }));
+  const std::string required = "rows that this rank receives in this step, " + std::to_string(total);
+  EXPECT_TRUE(Throws("nvte_ep_dispatch", {"recv_tokens must have at least the " + required}, [&] { step.Dispatch(); }));
+  EXPECT_TRUE(Throws("nvte_ep_combine", {"expert_out must have at least the " + required}, [&] { step.Combine(); }));
+  EXPECT_TRUE(Throws("nvte_ep_combine_bwd", {"must have at least the " + required}, [&] { step.CombineBwd(); }));
+  EXPECT_TRUE(Throws("nvte_ep_dispatch_bwd", {"must have at least the " + required}, [&] { step.DispatchBwd(); }));
   RunEager<BFloat16>(group, layer, routing, 6529);
 }
 
@@ -259,7 +263,7 @@ TEST_P(Drop, SkewedAtRandom) {
   }
 }
 
-// Nothing to drop: the rows up to the capacity are cleared all the same, and nothing else differs.
+// Nothing to drop: nothing but the rows behind the slabs may differ from a step without the policy.
 TEST_P(Drop, WithinTheCapacity) {
   const Overflowing p = GetParam();
   GroupShape shape;

@@ -55,15 +55,15 @@ class ScaledStep {
   }
 
   void Check(bool with_weights = true) {
-    EXPECT_TRUE(SameBits(recv_tokens.Download(), SlotRows(kData, hidden_), hidden_)) << "values";
-    EXPECT_TRUE(SameBits(recv_scales.Download(), SlotRows(kScale, hidden_ / 32), hidden_ / 32)) << "scales";
+    EXPECT_TRUE(step.HoldsSlots(recv_tokens.Download(), SlotRows(kData, hidden_), hidden_)) << "values";
+    EXPECT_TRUE(step.HoldsSlots(recv_scales.Download(), SlotRows(kScale, hidden_ / 32), hidden_ / 32)) << "scales";
     EXPECT_TRUE(recv_tokens.GuardIntact() && recv_scales.GuardIntact());
     std::vector<float> weights = Unwritten<float>(recv_rows_);
     for (std::size_t s = 0; with_weights && s < step.slots().size(); ++s) {
       const Slot& slot = step.slots()[s];
       weights[s] = slot.padding() ? 0.0f : WeightValue(seed_, slot.rank, slot.row, slot.k);
     }
-    EXPECT_TRUE(SameBits(step.recv_weights.Download(), weights, 1)) << "weights";
+    EXPECT_TRUE(step.HoldsSlots(step.recv_weights.Download(), weights, 1)) << "weights";
   }
 
   void Run() {

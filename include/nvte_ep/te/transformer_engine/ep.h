@@ -62,6 +62,8 @@ typedef struct NVTEEpGroupConfig {
   int num_topk;
   /**
    * 0 = rows beyond max_recv_tokens_per_rank are a fatal error on the device; else they are dropped. Not in eager mode.
+   * Where rows may be dropped, the rows between the slabs and max_recv_tokens_per_rank are cleared by NCCL EP 0.1.0 and
+   * left as they are by TransformerEngine 2.20.2's: read no row behind the slabs.
    */
   int drop_on_overflow;
 } NVTEEpGroupConfig;
@@ -130,9 +132,10 @@ size_t nvte_ep_handle_mem_size(const struct NVTEEpLayerConfig *layer_cfg);
  * Exchanges the routing of one step among the ranks and keeps it in handle_mem. Collective, queued on stream.
  *
  * handle_mem: byte tensor of at least the size that nvte_ep_handle_mem_size reports, on a 256-byte boundary. Its bytes may
- * be moved afterwards, unless topk_idx is int32.
- * topk_idx: [T, K] int64 or int32, the experts of each token; a negative index routes nowhere, and an expert named twice
- * by one token counts once.
+ * be moved afterwards.
+ * topk_idx: [T, K] int64 or int32, the experts of each token. An index that is negative, or no expert, routes
+ * nowhere; an expert that a token names again counts once, with the weight of the first mention, and the later mentions
+ * have no gradient. Read until the queued work is done, and not written.
  * recv_tokens_per_expert: [num_experts / ep_size] int32 or int64, or null; receives the rows of each local expert's slab:
  * the tokens routed to it, padded to the alignment (no rows where there are no tokens).
  * total_recv_tokens_per_rank: [1], dtype of recv_tokens_per_expert, or null; receives the sum over all slabs, before rows

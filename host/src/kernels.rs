@@ -1,0 +1,114 @@
+//! The kernels that this runtime can launch. It cannot run PTX: it knows the kernels of nvte-ep (`kernels/*.cu`) by name
+//! and does in Rust what they do.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use nvte_ep_bindings::*;
+
+use crate::check;
+use crate::fault::{Fault, Outcome};
+use crate::memory::Span;
+use crate::stream::Stream;
+
+/// A kernel.
+#[derive(Debug)]
+pub struct Kernel {
+    /// Its name in PTX.
+    pub name: &'static str,
+    /// Reads the arguments, as `cuLaunchKernel` passes them, and queues the work.
+    launch: unsafe fn(Arguments, &Arc<Stream>) -> Outcome<()>,
+}
+
+static KERNELS: [Kernel; 2] = [
+    Kernel { name: "nvte_ep_copy_topk_idx_i32", launch: copy_topk_idx::<4> },
+    Kernel { name: "nvte_ep_copy_topk_idx_i64", launch: copy_topk_idx::<8> },
+];
+
+/// The kernels whose entries a PTX text has.
+pub fn of_ptx(text: &str) -> Outcome<Vec<&'static Kernel>> {
+    let entries = text.lines().filter_map(|line| line.trim_start().strip_prefix(".visible .entry "));
+    let known = |line: &str| {
+        let name = line.split('(').next().unwrap_or_default().trim();
+        KERNELS.iter().find(|kernel| kernel.name == name).ok_or_else(|| {
+            let text = format!("the host runtime cannot run PTX, and knows no kernel {name:?}");
+            Fault::cuda(CUDA_ERROR_NO_BINARY_FOR_GPU, text)
+        })
+    };
+    let kernels = entries.map(known).collect::<Outcome<Vec<_>>>()?;
+    if kernels.is_empty() {
+        return Err(Fault::cuda(CUDA_ERROR_INVALID_IMAGE, "the image is no PTX text with a kernel"));
+    }
+    Ok(kernels)
+}
+
+/// `cuLaunchKernel`'s array of pointers to arguments.
+#[derive(Clone, Copy)]
+pub struct Arguments(pub *const *const c_void);
+
+impl Arguments {
+    /// # Safety
+    ///
+    /// The array has `index + 1` entries, and that one points to a `T`.
+    unsafe fn get<T: Copy>(self, index: usize) -> T {
+        // SAFETY: the caller's contract.
+        unsafe { (*self.0.add(index)).cast::<T>().read_unaligned() }
+    }
+}
+
+impl Kernel {
+    /// Queues one launch; how many threads there would be makes no difference to what these kernels do.
+    ///
+    /// # Safety
+    ///
+    /// `arguments` holds what the kernel's parameters are, and memory that it is given stays valid until the stream has
+    /// got there.
+    pub unsafe fn launch(&self, arguments: Arguments, stream: &Arc<Stream>) -> Outcome<()> {
+        if arguments.0.is_null() {
+            return Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, format!("{}: kernelParams is NULL", self.name)));
+        }
+        // SAFETY: passed on.
+        unsafe { (self.launch)(arguments, stream) }
+    }
+}
+
+/// `kernels/topk_idx.cu` for indices of `WIDTH` bytes.
+unsafe fn copy_topk_idx<const WIDTH: usize>(arguments: Arguments, stream: &Arc<Stream>) -> Outcome<()> {
+    // SAFETY: the caller passes these six.
+    let (given, copied, not_experts, tokens, top_k, num_experts): (u64, u64, u64, u32, u32, u32) = unsafe {
+        (arguments.get(0), arguments.get(1), arguments.get(2), arguments.get(3), arguments.get(4), arguments.get(5))
+    };
+    let (top_k, indices) = (top_k as usize, tokens as usize * top_k as usize);
+    // SAFETY: the caller vouches for the memory.
+    let [given, copied, not_experts] = unsafe {
+        [
+            Span::new(given as *const c_void, indices * WIDTH)?,
+            Span::new(copied as *const c_void, indices * 8)?,
+            Span::new(not_experts as *const c_void, 4)?,
+        ]
+    };
+    let run = move || {
+        check::written("nvte_ep_copy_topk_idx: topk_idx", &given, top_k * WIDTH, 0..tokens as usize)?;
+        let mut found = 0u32;
+        let mut row = vec![0i64; top_k];
+        for first in (0..indices).step_by(top_k.max(1)) {
+            for (k, index) in row.iter_mut().enumerate() {
+                let bytes = given.view((first + k) * WIDTH, WIDTH);
+                *index = match bytes.try_into() {
+                    Ok(wide) => i64::from_ne_bytes(wide),
+                    Err(_) => i32::from_ne_bytes(bytes.try_into().expect("indices of 4 or 8 bytes")).into(),
+                };
+            }
+            for (k, &index) in row.iter().enumerate() {
+                let beyond = index >= i64::from(num_experts);
+                found += u32::from(beyond);
+                let kept = if index < 0 || beyond || row[..k].contains(&index) { -1 } else { index };
+                copied.write((first + k) * 8, &kept.to_ne_bytes());
+            }
+        }
+        let before = u32::from_ne_bytes(not_experts.view(0, 4).try_into().expect("four bytes"));
+        not_experts.write(0, &(before + found).to_ne_bytes());
+        Ok(())
+    };
+    stream.enqueue(&[given, copied, not_experts], run).map(drop)
+}
