@@ -23,6 +23,7 @@ use nvte_ep_bindings::{
     ncclInvalidArgument, ncclInvalidUsage, ncclRemoteError, ncclSystemError,
 };
 
+use crate::check::{self, Rule};
 use crate::fault::{Fault, Outcome};
 use crate::sys::{self, Mapping};
 
@@ -36,9 +37,9 @@ pub const MAX_RANKS: usize = 1024;
 /// Bytes that a rank offers at a time where an operation has more: bounds the staging, and keeps it in the caches.
 pub const PIECE_BYTES: usize = 4 << 20;
 /// Marks a control block and its format.
-const MAGIC: u32 = 0x4e56_0001;
+const MAGIC: u32 = 0x4e56_0002;
 
-const TEXT_WORDS: usize = 32;
+const TEXT_WORDS: usize = 64;
 const SEAT_FREE: u32 = 0;
 const SEAT_TAKEN: u32 = 1;
 const SEAT_READY: u32 = 2;
@@ -87,6 +88,8 @@ struct Slot {
     /// Bytes offered in the staging of this parity.
     bytes: AtomicU64,
     args: [AtomicU64; 4],
+    /// 0, or which replay of a graph the operation is from.
+    replay: AtomicU64,
     text: Text,
 }
 
@@ -102,6 +105,10 @@ struct Seat {
     reserved: AtomicU32,
     /// Barriers that the rank has reached.
     arrived: AtomicU64,
+    /// Operations that it is done with.
+    finished: AtomicU64,
+    /// 0, or 1 + the operations after which it destroyed its end.
+    left: AtomicU64,
     slots: [Slot; 2],
 }
 
@@ -129,7 +136,7 @@ impl Control {
             Err(there) if there as usize != ranks => {
                 let text = format!("ncclCommInitRank: rank {rank} says {ranks} ranks, another one said {there}");
                 control.fail(rank, &text);
-                Err(Fault::nccl(ncclInvalidArgument, text))
+                Err(Fault::nccl(ncclInvalidArgument, text).breaks(Rule::ConfigDiffers))
             }
             _ => Ok(control),
         }
@@ -254,6 +261,8 @@ pub struct Channel {
     timeout: Duration,
     operations: u64,
     barriers: u64,
+    /// 0, or which replay of a graph the operation is from that comes next.
+    pub replay: u64,
     own: [Staging; 2],
     peers: Vec<Option<[PeerStaging; 2]>>,
     pairs: pairs::Pairs,
@@ -293,6 +302,7 @@ fn is_writable(folder: &Path) -> bool {
 impl Channel {
     /// Meets the other ranks at the rendezvous file `path`, which the first one creates.
     pub fn meet(path: &Path, rank: usize, ranks: usize, label: String) -> Outcome<Self> {
+        check::act_as(rank);
         let file = File::options()
             .read(true)
             .write(true)
@@ -348,7 +358,7 @@ impl Channel {
         if seat.state.compare_exchange(SEAT_FREE, SEAT_TAKEN, Ordering::SeqCst, Ordering::SeqCst).is_err() {
             let text = format!("{label}: rank {rank} has joined already (two callers with the same rank)");
             control.fail(rank, &text);
-            return Err(Fault::nccl(ncclInvalidUsage, text));
+            return Err(Fault::nccl(ncclInvalidUsage, text).breaks(Rule::ConfigDiffers));
         }
         let pid = std::process::id();
         seat.pid.store(pid, Ordering::Relaxed);
@@ -365,6 +375,7 @@ impl Channel {
             timeout: timeout(),
             operations: 0,
             barriers: 0,
+            replay: 0,
             own,
             peers: Vec::new(),
             pairs: pairs::Pairs::default(),
@@ -441,6 +452,7 @@ impl Channel {
         for (there, arg) in slot.args.iter().zip(args) {
             there.store(arg, Ordering::Relaxed);
         }
+        slot.replay.store(self.replay, Ordering::Relaxed);
         slot.text.store(what);
         let text = format!("{}: {what}, operation {}", self.label, self.operations);
         self.barrier(&text)?;
@@ -453,16 +465,19 @@ impl Channel {
             let slot = &seat.slots[self.parity()];
             let number = slot.number.load(Ordering::Relaxed);
             if slot.digest.load(Ordering::Relaxed) != digest(what) || number != self.operations {
+                let theirs = slot.replay.load(Ordering::Relaxed);
                 let text = format!(
-                    "{}: ranks disagree at operation {}: rank {} entered {what}, rank {rank} entered {}",
+                    "{}: ranks disagree at operation {}: rank {} entered {what}{}, rank {rank} entered {}{}",
                     self.label,
                     self.operations,
                     self.rank,
+                    name_replay(self.replay),
                     slot.text.load(),
+                    name_replay(theirs),
                 );
-                let fault = Fault::both(cudaErrorLaunchFailure, ncclInvalidUsage, text);
-                self.control.fail(self.rank, &fault.text);
-                return Err(fault);
+                let rule = if self.replay == theirs { Rule::CallOrder } else { Rule::ReplayCount };
+                let fault = Fault::both(cudaErrorLaunchFailure, ncclInvalidUsage, text).breaks(rule);
+                return Err(self.end(fault));
             }
         }
         Ok(())
@@ -525,6 +540,36 @@ impl Channel {
         self.wait(what, |seat| seat.arrived.load(Ordering::SeqCst) >= target)
     }
 
+    /// Ends the channel for everyone with a breach that this rank has found.
+    fn end(&self, fault: Fault) -> Fault {
+        check::act_as(self.rank);
+        let fault = check::sign(fault);
+        self.control.fail(self.rank, &fault.text);
+        fault
+    }
+
+    /// The operations so far have ended on this rank.
+    pub fn finish(&self) {
+        self.control.seats()[self.rank].finished.store(self.operations, Ordering::SeqCst);
+    }
+
+    /// Ranks that are not done with what this one is done with.
+    pub fn busy(&self) -> Vec<usize> {
+        let seats = self.control.seats().iter().enumerate();
+        seats.filter(|(_, seat)| seat.finished.load(Ordering::SeqCst) < self.operations).map(|(rank, _)| rank).collect()
+    }
+
+    /// Tells peers that wait for this rank that it has destroyed its end.
+    pub fn leave(&self) {
+        self.control.seats()[self.rank].left.store(self.operations + 1, Ordering::SeqCst);
+        self.control.ring();
+    }
+
+    /// The rule that a rank breaks which does not come to the operation at hand.
+    fn absence(&self) -> Rule {
+        if self.replay == 0 { Rule::MissingRank } else { Rule::ReplayCount }
+    }
+
     /// Waits until every seat is `there`; ends with an error on a failed or dead peer and after the time-out.
     fn wait(&self, what: &str, there: impl Fn(&Seat) -> bool) -> Outcome<()> {
         let header = self.control.header();
@@ -549,10 +594,19 @@ impl Channel {
             }
             let now = Instant::now();
             if now >= start + self.timeout {
-                let text =
-                    format!("{what}: {} did not arrive within {} ms", name_ranks(&missing), self.timeout.as_millis());
-                self.control.fail(self.rank, &text);
-                return Err(Fault::both(cudaErrorLaunchTimeout, ncclSystemError, text));
+                let replay = name_replay(self.replay);
+                let (missing, time) = (name_ranks(&missing), self.timeout.as_millis());
+                let text = format!("{what}{replay}: {missing} did not arrive within {time} ms");
+                let fault = Fault::both(cudaErrorLaunchTimeout, ncclSystemError, text).breaks(self.absence());
+                return Err(self.end(fault));
+            }
+            let left = |rank: &usize| self.control.seats()[*rank].left.load(Ordering::SeqCst);
+            // It may have arrived before it left.
+            if let Some(gone) = missing.iter().find(|rank| left(rank) != 0 && !there(&self.control.seats()[**rank])) {
+                let replay = name_replay(self.replay);
+                let text = format!("{what}{replay}: rank {gone} destroyed its end after operation {}", left(gone) - 1);
+                let fault = Fault::both(cudaErrorLaunchFailure, ncclRemoteError, text).breaks(self.absence());
+                return Err(self.end(fault));
             }
             if now >= next_look {
                 next_look = now + LIVENESS_PERIOD;
@@ -561,8 +615,8 @@ impl Channel {
                     if !there(&self.control.seats()[*dead]) {
                         let pid = self.control.seats()[*dead].pid.load(Ordering::Relaxed);
                         let text = format!("{what}: the process of rank {dead} (pid {pid}) has ended");
-                        self.control.fail(self.rank, &text);
-                        return Err(Fault::both(cudaErrorLaunchFailure, ncclRemoteError, text));
+                        let fault = Fault::both(cudaErrorLaunchFailure, ncclRemoteError, text);
+                        return Err(self.end(fault.breaks(Rule::MissingRank)));
                     }
                 }
             }
@@ -591,6 +645,11 @@ pub fn name_ranks(ranks: &[usize]) -> String {
     format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, list.join(", "))
 }
 
+/// " in replay 3 of its graph", or nothing.
+fn name_replay(replay: u64) -> String {
+    if replay == 0 { String::new() } else { format!(" in replay {replay} of its graph") }
+}
+
 /// FNV-1a, equal in every process.
 fn digest(text: &str) -> u64 {
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
@@ -609,7 +668,7 @@ mod tests {
     #[test]
     fn long_text_is_cut_at_a_character() {
         let text = Text([const { AtomicU64::new(0) }; TEXT_WORDS]);
-        text.store(&"é".repeat(200));
+        text.store(&"é".repeat(400));
         assert_eq!(text.load(), "é".repeat(TEXT_WORDS * 4));
     }
 
@@ -624,5 +683,8 @@ mod tests {
             let offer = channel.offer(0).unwrap();
             assert_eq!((offer.bytes, offer.args), (&[round, 1, 2][..], [u64::from(round), 0, 0, 7]));
         }
+        assert_eq!(channel.busy(), [0]);
+        channel.finish();
+        assert_eq!(channel.busy(), [0usize; 0]);
     }
 }

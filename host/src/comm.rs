@@ -15,14 +15,16 @@ use parking_lot::Mutex;
 
 use crate::channel::pairs::{Direction, Transfer};
 use crate::channel::{self, Breaker, Channel, PIECE_BYTES};
+use crate::check::{self, Rule};
 use crate::device::{self, Device};
 use crate::dtype::{self, Reduction};
 use crate::fault::{Fault, Outcome};
 use crate::graph::{self, Action};
 use crate::inject;
 use crate::memory::{self, Span};
+use crate::order;
 use crate::stats::{self, Counters};
-use crate::stream::{Point, Stream};
+use crate::stream::{Ordered, Point, Stream};
 use crate::sys::{self, Mapping};
 
 /// Marks a unique id made by this library; the path of the rendezvous file follows.
@@ -40,6 +42,8 @@ struct LineState {
     status: Arc<Status>,
     /// Set when the communicator or group is destroyed; graphs may still hold operations.
     closed: AtomicBool,
+    /// For an EP group, its number in [`order`] and how many operations it had. NCCL orders those of a communicator.
+    ordered: Mutex<Option<Ordered>>,
 }
 
 /// An operation of a line.
@@ -61,7 +65,18 @@ impl Line {
         let breaker = channel.breaker();
         status.breakers.lock().push(breaker.clone());
         let closed = AtomicBool::new(false);
-        Self(Arc::new(LineState { channel: Mutex::new(channel), breaker, last: Mutex::new(None), status, closed }))
+        let (channel, last, ordered) = (Mutex::new(channel), Mutex::default(), Mutex::default());
+        Self(Arc::new(LineState { channel, breaker, last, status, closed, ordered }))
+    }
+
+    /// Asks the caller to order the operations, as an EP group does.
+    pub fn expect_order(&self) {
+        *self.0.ordered.lock() = Some(Ordered { group: order::open(), operation: 0 });
+    }
+
+    /// Ranks that are not done with the operations that this one is done with.
+    pub fn busy(&self) -> Vec<usize> {
+        self.0.channel.lock().busy()
     }
 
     /// Enqueues an operation on a stream, behind all earlier ones of this line, or records it if the stream is captured.
@@ -114,9 +129,18 @@ impl Line {
         self.0.breaker.trip(text);
     }
 
+    /// Whether the communicator or group is destroyed.
+    pub fn is_closed(&self) -> bool {
+        self.0.closed.load(Ordering::SeqCst)
+    }
+
     /// Refuses operations from now on, also those of graphs.
     pub fn close(&self) {
         self.0.closed.store(true, Ordering::SeqCst);
+        self.0.channel.lock().leave();
+        if let Some(Ordered { group, .. }) = *self.0.ordered.lock() {
+            order::close(group);
+        }
         self.0.status.breakers.lock().retain(|breaker| !breaker.is(&self.0.breaker));
     }
 }
@@ -125,24 +149,31 @@ impl LineState {
     fn push(
         self: &Arc<Self>,
         stream: &Arc<Stream>,
-        mut after: Vec<Point>,
+        after: Vec<Point>,
         counter: Counter,
         run: Operation,
     ) -> Outcome<Point> {
         if self.closed.load(Ordering::SeqCst) {
             let text = "an operation of a communicator or EP group that has been destroyed";
-            return Err(Fault::both(cudaErrorInvalidResourceHandle, ncclInvalidUsage, text));
+            return Err(
+                Fault::both(cudaErrorInvalidResourceHandle, ncclInvalidUsage, text).breaks(Rule::DestroyedObject)
+            );
         }
         let state = Arc::clone(self);
+        let replay = graph::replay();
         let mut last = self.last.lock();
-        after.extend(last.iter().cloned());
+        let mut ordered = self.ordered.lock();
+        let next = ordered.map(|before| Ordered { operation: before.operation + 1, ..before });
         let work = move |sticky: Option<&Fault>| {
             if let Some(fault) = sticky {
                 state.breaker.trip(&fault.text);
                 return Ok(());
             }
             let mut channel = state.channel.lock();
-            let done = crate::fault::contain(|| run(&mut channel));
+            channel.replay = replay;
+            check::act_as(channel.rank());
+            let done = crate::fault::contain(|| run(&mut channel)).map_err(check::sign);
+            channel.finish();
             if let Err(fault) = &done {
                 channel.fail(fault);
                 state.status.error.lock().get_or_insert_with(|| fault.clone());
@@ -154,8 +185,9 @@ impl LineState {
             }
             done
         };
-        let point = stream.push(after, Arc::new(work))?;
+        let point = stream.push_ordered(after, last.as_ref(), next, Arc::new(work))?;
         *last = Some(point.clone());
+        *ordered = next;
         stats::count(counter);
         Ok(point)
     }
@@ -185,6 +217,8 @@ pub struct Window {
     bytes: usize,
     /// What a collective registration adds.
     symmetric: Option<Symmetric>,
+    /// Cleared when it is deregistered; queued operations may still hold it.
+    registered: AtomicBool,
 }
 
 /// The same window on every rank.
@@ -211,6 +245,15 @@ impl Window {
         self.symmetric.as_ref().map(|symmetric| symmetric.number)
     }
 
+    /// Reports a use after the window was deregistered.
+    pub fn check_registered(&self) -> Outcome<()> {
+        if self.registered.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        let text = format!("window of {} bytes at {:#x} was deregistered before this ran", self.bytes, self.base);
+        check::breach(Rule::WindowLifetime, text)
+    }
+
     /// The bytes from `offset` to the end of a rank's part.
     pub fn part(&self, rank: usize, offset: usize) -> Outcome<Span> {
         let part = self.symmetric.as_ref().map(|symmetric| &symmetric.by_rank[rank]);
@@ -224,7 +267,7 @@ impl Window {
             }
             _ => {
                 let text = format!("offset {offset} is outside the window of rank {rank}");
-                Err(Fault::both(cudaErrorIllegalAddress, ncclInvalidArgument, text))
+                Err(Fault::both(cudaErrorIllegalAddress, ncclInvalidArgument, text).breaks(Rule::WindowBounds))
             }
         }
     }
@@ -272,6 +315,24 @@ pub fn set_last_error(text: &str) {
 /// The text that `ncclGetLastError` returns.
 pub fn last_error() -> String {
     LAST_ERROR.lock().clone()
+}
+
+/// The rank of the only communicator on a device.
+pub fn rank_on(device: i32) -> Option<usize> {
+    let comms = COMMS.lock();
+    let mut ranks = comms.values().filter(|comm| comm.device.ordinal == device).map(|comm| comm.rank);
+    ranks.next().filter(|_| ranks.next().is_none())
+}
+
+/// Reports memory that is freed while a window is registered over it.
+pub fn check_freed(memory: &memory::Allocation) -> Outcome<()> {
+    let inside = memory.base..memory.base + memory.bytes;
+    let over = COMMS.lock().values().any(|comm| comm.windows.lock().values().any(|w| inside.contains(&w.base)));
+    if over {
+        let text = format!("ncclMemFree: ptr {:#x} has a window that is still registered", memory.base);
+        check::breach(Rule::WindowLifetime, text)?;
+    }
+    Ok(())
 }
 
 /// Windows that are registered now.
@@ -491,11 +552,12 @@ impl Comm {
         if handle.is_null() {
             return Err(usage(format!("{function}: comm is null")));
         }
-        COMMS
-            .lock()
-            .get(&(handle as usize))
-            .cloned()
-            .ok_or_else(|| usage(format!("{function}: {handle:p} is not a live communicator")))
+        let found = COMMS.lock().get(&(handle as usize)).cloned();
+        let comm = found.ok_or_else(|| {
+            usage(format!("{function}: {handle:p} is not a live communicator")).breaks(Rule::DestroyedObject)
+        })?;
+        check::act_as(comm.rank);
+        Ok(comm)
     }
 
     /// `ncclCommDestroy` and `ncclCommAbort`.
@@ -548,19 +610,19 @@ impl Comm {
         if !(base as usize).is_multiple_of(NCCL_WIN_REQUIRED_ALIGNMENT as usize) {
             let text =
                 format!("ncclCommWindowRegister: {base:p} is not aligned to {NCCL_WIN_REQUIRED_ALIGNMENT} bytes");
-            return Err(usage(text));
+            return Err(usage(text).breaks(Rule::WindowBounds));
         }
         let memory = match memory::find(base as usize) {
             Some(memory) if base as usize + bytes > memory.base + memory.bytes => {
                 let text = format!("ncclCommWindowRegister: {bytes} bytes at {base:p} leave their allocation");
-                return Err(usage(text));
+                return Err(usage(text).breaks(Rule::WindowBounds));
             }
             Some(memory) if memory.kind == memory::Kind::Nccl => memory,
             _ => return Err(usage(format!("ncclCommWindowRegister: {base:p} was not allocated by ncclMemAlloc"))),
         };
         let (base, out, comm) = (base as usize, out as usize, Arc::clone(self));
         let register = move |symmetric: Option<Symmetric>| {
-            let window = Arc::new(Window { base, bytes, symmetric });
+            let window = Arc::new(Window { base, bytes, symmetric, registered: AtomicBool::new(true) });
             let handle = Arc::as_ptr(&window) as usize;
             comm.windows.lock().insert(handle, window);
             // SAFETY: the caller vouches for `out`, inside a group until it ends.
@@ -618,14 +680,19 @@ impl Comm {
     /// The window that a handle names.
     pub fn window(&self, handle: usize) -> Outcome<Arc<Window>> {
         let found = self.windows.lock().get(&handle).cloned();
-        found.ok_or_else(|| usage(format!("{handle:#x} is not a window of the group's communicator")))
+        found.ok_or_else(|| {
+            usage(format!("{handle:#x} is not a window of the group's communicator")).breaks(Rule::WindowMissing)
+        })
     }
 
     /// Ends a registration.
     pub fn deregister(&self, window: ncclWindow_t) -> Outcome<()> {
         let removed = self.windows.lock().remove(&(window as usize));
         match removed {
-            Some(_) => Ok(()),
+            Some(window) => {
+                window.registered.store(false, Ordering::SeqCst);
+                Ok(())
+            }
             None => Err(usage(format!("ncclCommWindowDeregister: {window:p} is not a window of this communicator"))),
         }
     }
@@ -636,7 +703,10 @@ impl Comm {
         let end = usize::try_from(offset).ok().and_then(|offset| offset.checked_add(bytes));
         match end {
             Some(end) if end <= window.bytes => Ok((window.base + end - bytes) as *mut c_void),
-            _ => Err(usage(format!("{bytes} bytes at offset {offset} of a window of {} bytes", window.bytes))),
+            _ => {
+                let text = format!("{bytes} bytes at offset {offset} of a window of {} bytes", window.bytes);
+                Err(usage(text).breaks(Rule::WindowBounds))
+            }
         }
     }
 
@@ -646,6 +716,7 @@ impl Comm {
         spans: &[Span],
         run: impl Fn(&mut Channel) -> Outcome<()> + Send + Sync + 'static,
     ) -> Outcome<()> {
+        check::stream_device(stream.device().ordinal, self.device.ordinal)?;
         self.line.enqueue(stream, |s| &s.collectives, spans, run)
     }
 
@@ -964,7 +1035,8 @@ pub fn group_end() -> Outcome<()> {
         Ok(if *depth == 0 { std::mem::take(list) } else { Vec::new() })
     })?;
     let results: Vec<Outcome<()>> = std::thread::scope(|scope| {
-        let threads: Vec<_> = jobs.into_iter().map(|job| scope.spawn(|| crate::fault::contain(job))).collect();
+        let threads: Vec<_> =
+            jobs.into_iter().map(|job| scope.spawn(|| crate::fault::contain(job).map_err(check::sign))).collect();
         threads
             .into_iter()
             .map(|thread| {

@@ -68,7 +68,7 @@ pub unsafe fn copy(
         Ok(())
     })?;
     if let Some(done) = done.filter(|_| wait || to_place == Place::Pageable) {
-        done.wait();
+        done.host_wait();
         stream.device().check()?;
     }
     Ok(())
@@ -91,7 +91,7 @@ pub unsafe fn fill(target: *mut c_void, pattern: &[u8], bytes: usize, stream: &A
         Ok(())
     })?;
     if let Some(done) = done.filter(|_| wait) {
-        done.wait();
+        done.host_wait();
         stream.device().check()?;
     }
     Ok(())

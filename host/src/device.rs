@@ -165,21 +165,21 @@ impl Device {
     /// Makes `fault` the sticky error unless there is one, and prints it once.
     pub fn poison(&self, fault: Fault) {
         let text = CString::new(fault.text.replace('\0', "?")).unwrap_or_default();
-        let mut report = None;
         self.sticky.get_or_init(|| {
-            report = Some(fault.text.clone());
+            // Before anybody sees the error, and may end the process for it. A report names the rank itself.
+            match fault.signed {
+                true => fault::report(&fault.text),
+                false => fault::report(&format!("device {}: {}", self.ordinal, fault.text)),
+            }
             Sticky { fault, text }
         });
-        if let Some(report) = report {
-            fault::report(&format!("device {}: {report}", self.ordinal));
-        }
     }
 
     /// Waits until all work enqueued on the device so far has ended.
     pub fn synchronize(&self) {
         let tails: Vec<_> = self.streams.lock().iter().map(Stream::tail).collect();
         for tail in tails {
-            tail.wait();
+            tail.host_wait();
         }
     }
 
@@ -216,7 +216,6 @@ impl Device {
             | CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY
             | CU_DEVICE_ATTRIBUTE_CONCURRENT_KERNELS
             | CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING
-            | CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
             | CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED => 1,
             CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT
             | CU_DEVICE_ATTRIBUTE_INTEGRATED
@@ -227,6 +226,7 @@ impl Device {
             | CU_DEVICE_ATTRIBUTE_TCC_DRIVER
             | CU_DEVICE_ATTRIBUTE_STREAM_PRIORITIES_SUPPORTED
             | CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY
+            | CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
             | CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS
             | CU_DEVICE_ATTRIBUTE_MULTI_GPU_BOARD
             | CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH

@@ -6,6 +6,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use nvte_ep_bindings::{cudaError_t, cudaErrorUnknown, ncclInternalError, ncclResult_t, ncclUnhandledCudaError};
 
+use crate::check::Rule;
+
 /// An error with the code that each of the two interfaces reports for it.
 #[derive(Clone, Debug)]
 pub struct Fault {
@@ -15,6 +17,10 @@ pub struct Fault {
     pub nccl: ncclResult_t,
     /// What happened, for `cudaGetErrorString`, `ncclGetLastError` and stderr.
     pub text: String,
+    /// The rule of the contract that is broken, if one is.
+    pub rule: Option<Rule>,
+    /// Whether the text says so already ([`crate::check::sign`]).
+    pub signed: bool,
 }
 
 /// Result of everything below the C surface.
@@ -23,23 +29,30 @@ pub type Outcome<T> = Result<T, Fault>;
 impl Fault {
     /// A CUDA error; NCCL callers see it as an unhandled CUDA error.
     pub fn cuda(code: cudaError_t, text: impl Into<String>) -> Self {
-        Self { cuda: code, nccl: ncclUnhandledCudaError, text: text.into() }
+        Self::both(code, ncclUnhandledCudaError, text)
     }
 
     /// An NCCL error; if it reaches a stream it becomes `cudaErrorUnknown`.
     pub fn nccl(code: ncclResult_t, text: impl Into<String>) -> Self {
-        Self { cuda: cudaErrorUnknown, nccl: code, text: text.into() }
+        Self::both(cudaErrorUnknown, code, text)
     }
 
     /// An error that means something to both interfaces.
     pub fn both(cuda: cudaError_t, nccl: ncclResult_t, text: impl Into<String>) -> Self {
-        Self { cuda, nccl, text: text.into() }
+        Self { cuda, nccl, text: text.into(), rule: None, signed: false }
+    }
+
+    /// Names the rule of the contract that the error is a breach of.
+    pub fn breaks(mut self, rule: Rule) -> Self {
+        self.rule = Some(rule);
+        self
     }
 }
 
 /// Prints a line for the user; a closed stderr is no reason to fail.
 pub fn report(line: &str) {
-    let _ = writeln!(std::io::stderr(), "nvte-ep-host: {line}");
+    // In one piece: several ranks may share the stream.
+    let _ = std::io::stderr().write_all(format!("nvte_ep_host: {line}\n").as_bytes());
 }
 
 /// Runs `work` and turns a panic into a [`Fault`], so that none crosses the C boundary.

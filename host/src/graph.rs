@@ -9,7 +9,7 @@
 
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Weak};
 use std::thread::ThreadId;
 
@@ -17,6 +17,7 @@ use nvte_ep_bindings::*;
 use parking_lot::Mutex;
 
 use crate::channel::Breaker;
+use crate::check::{self, Rule};
 use crate::device::Device;
 use crate::fault::{Fault, Outcome};
 use crate::memory::{self, Span};
@@ -185,6 +186,8 @@ static LIVE: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
     static THREAD_MODE: Cell<Mode> = const { Cell::new(Mode::Global) };
+    /// Which replay of a graph this thread enqueues.
+    static REPLAY: Cell<u64> = const { Cell::new(0) };
 }
 
 /// Nodes of a capture that an event stands for.
@@ -247,7 +250,7 @@ impl Registry {
             capture.invalidate(text);
             refused = true;
         }
-        if refused { Err(Fault::cuda(code, text)) } else { Ok(()) }
+        if refused { Err(Fault::cuda(code, text).breaks(Rule::CaptureUnsafe)) } else { Ok(()) }
     }
 
     /// Fails where the NULL stream would depend on a blocking stream that is captured.
@@ -272,6 +275,11 @@ impl Registry {
             Mode::Relaxed => false,
         })
     }
+}
+
+/// Which replay of a graph the calling thread enqueues; 0 for none.
+pub fn replay() -> u64 {
+    REPLAY.get()
 }
 
 /// Whether any stream of the process is captured.
@@ -554,6 +562,7 @@ struct Exec {
     /// Streams that replay what was captured on other streams than the first.
     branches: Vec<Arc<Stream>>,
     last: Mutex<Option<Point>>,
+    launches: AtomicU64,
 }
 
 static GRAPHS: LazyLock<Mutex<HashMap<usize, Arc<Graph>>>> = LazyLock::new(Mutex::default);
@@ -603,7 +612,8 @@ pub fn instantiate(handle: usize, flags: u64) -> Outcome<usize> {
     for node in graph.memory_nodes() {
         node.memory.is_allocated.store(false, Ordering::SeqCst);
     }
-    let exec = Arc::new(Exec { auto_free, graph: Mutex::new(graph), branches, last: Mutex::new(None) });
+    let (graph, last) = (Mutex::new(graph), Mutex::new(None));
+    let exec = Arc::new(Exec { auto_free, graph, branches, last, launches: AtomicU64::new(0) });
     let handle = Arc::as_ptr(&exec) as usize;
     EXECS.lock().insert(handle, exec);
     Ok(handle)
@@ -640,7 +650,9 @@ pub fn destroy_exec(handle: usize) -> Outcome<()> {
 pub fn launch(handle: usize, stream: &Arc<Stream>) -> Outcome<()> {
     refuse_on_captured(stream, "the launch of a graph")?;
     let exec = EXECS.lock().get(&handle).cloned().ok_or_else(|| unknown_exec(handle))?;
+    REPLAY.set(exec.launches.fetch_add(1, Ordering::Relaxed) + 1);
     let done = exec.launch(stream);
+    REPLAY.set(0);
     if let Err(fault) = &done {
         // Peers wait for these operations and they will never run.
         for breaker in exec.graph.lock().nodes.iter().filter_map(|node| node.action.breaker.as_ref()) {
@@ -657,6 +669,7 @@ impl Exec {
         for span in graph.nodes.iter().flat_map(|node| &node.action.spans) {
             if let Err(fault) = span.check_live() {
                 // On a GPU the kernels fault; here they must not touch what is somebody else's memory by now.
+                let fault = check::sign(fault);
                 stream.device().poison(fault.clone());
                 return Err(fault);
             }

@@ -135,7 +135,7 @@ fn happen(rule: &Rule, function: &str, action: Action) -> Outcome<()> {
 }
 
 /// The exported function in the name of its closure's type, which may be an argument of wrappers' types.
-fn function_of(type_name: &str) -> Option<&str> {
+pub fn function_of(type_name: &str) -> Option<&str> {
     let (_, place) = type_name.rsplit_once("::surface::")?;
     place.split("::").nth(1)
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use nvte_ep_bindings::*;
 
+use crate::check;
 use crate::fault::{Fault, Outcome};
 use crate::memory::Span;
 use crate::stream::Stream;
@@ -87,6 +88,7 @@ unsafe fn copy_topk_idx<const WIDTH: usize>(arguments: Arguments, stream: &Arc<S
         ]
     };
     let run = move || {
+        check::written("nvte_ep_copy_topk_idx: topk_idx", &given, top_k * WIDTH, 0..tokens as usize)?;
         let mut found = 0u32;
         let mut row = vec![0i64; top_k];
         for first in (0..indices).step_by(top_k.max(1)) {

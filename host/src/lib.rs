@@ -12,6 +12,7 @@
 //! | [`comm`], [`dtype`] | communicators, windows, collectives; element types |
 //! | [`ep`] | EP groups, handles, routing, dispatch and combine |
 //! | [`fault`], [`errors`], [`stats`] | errors, their names, counters |
+//! | [`check`], [`order`] | the contract checker: its rules; what a stream comes behind |
 //! | [`inject`] | faults that a test asks for |
 //! | [`kernels`] | the kernels that can be launched |
 //!
@@ -23,6 +24,7 @@
 #![allow(non_upper_case_globals, reason = "constants of the C interfaces in patterns")]
 
 pub mod channel;
+pub mod check;
 pub mod comm;
 pub mod copy;
 pub mod device;
@@ -34,6 +36,7 @@ pub mod graph;
 pub mod inject;
 pub mod kernels;
 pub mod memory;
+pub mod order;
 pub mod stats;
 pub mod stream;
 pub mod surface;

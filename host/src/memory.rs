@@ -1,7 +1,7 @@
 //! Device and pinned memory: host allocations that are tracked, so that a pointer's kind and bounds are known.
 
 use std::alloc::{Layout, alloc, dealloc};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ffi::c_void;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
@@ -12,6 +12,7 @@ use nvte_ep_bindings::{
 };
 use parking_lot::Mutex;
 
+use crate::check::Rule;
 use crate::fault::{Fault, Outcome};
 use crate::sys::{self, Mapping};
 
@@ -74,6 +75,38 @@ struct Shared {
 
 static SHARED: LazyLock<Mutex<HashMap<usize, Shared>>> = LazyLock::new(Mutex::default);
 static ALLOCATIONS: Mutex<BTreeMap<usize, Allocation>> = Mutex::new(BTreeMap::new());
+static FREED: Mutex<Freed> = Mutex::new(Freed { list: VecDeque::new(), bytes: 0 });
+
+/// Most bytes of freed memory that are held back.
+const HELD_BACK: usize = 32 << 20;
+
+/// Device memory that was freed lately and is held back from reuse, so that who still uses it is seen.
+struct Freed {
+    list: VecDeque<Allocation>,
+    bytes: usize,
+}
+
+impl Freed {
+    /// Adds an allocation and gives those that have to make room for it.
+    fn add(&mut self, allocation: Allocation) -> Vec<Allocation> {
+        self.list.push_back(allocation);
+        self.bytes += allocation.bytes;
+        let mut old = Vec::new();
+        while self.bytes > HELD_BACK
+            && let Some(first) = self.list.pop_front()
+        {
+            self.bytes -= first.bytes;
+            old.push(first);
+        }
+        old
+    }
+}
+
+/// The allocation that held `address` and was freed lately.
+pub fn freed(address: usize) -> Option<Allocation> {
+    let freed = FREED.lock();
+    freed.list.iter().rev().find(|gone| (gone.base..gone.base + gone.bytes).contains(&address)).copied()
+}
 
 fn layout(bytes: usize, kind: Kind) -> Outcome<Layout> {
     Layout::from_size_align(bytes.max(1), kind.alignment())
@@ -144,11 +177,18 @@ pub fn forget(address: usize, accept: impl Fn(Kind) -> bool) -> Outcome<Allocati
 
 /// Returns the memory of an allocation obtained from [`forget`].
 pub fn release(allocation: Allocation) {
-    if allocation.kind == Kind::Registered {
+    match allocation.kind {
+        Kind::Device | Kind::Graph => FREED.lock().add(allocation).into_iter().for_each(give_back),
+        // Of these the mapping and its file go at once.
+        Kind::Nccl => drop(SHARED.lock().remove(&allocation.base)),
+        Kind::Pinned => give_back(allocation),
         // The caller's own.
-    } else if allocation.kind == Kind::Nccl {
-        SHARED.lock().remove(&allocation.base);
-    } else if let Ok(layout) = layout(allocation.bytes, allocation.kind) {
+        Kind::Registered => {}
+    }
+}
+
+fn give_back(allocation: Allocation) {
+    if let Ok(layout) = layout(allocation.bytes, allocation.kind) {
         // SAFETY: base and layout are those of `allocate`, and `forget` handed out this allocation only once.
         unsafe { dealloc(allocation.base as *mut u8, layout) };
     }
@@ -221,8 +261,8 @@ impl Span {
     pub fn check_live(&self) -> Outcome<()> {
         let end = self.address + self.bytes;
         if self.tracked && find(self.address).is_none_or(|there| end > there.base + there.bytes) {
-            let text = format!("{} bytes at {:#x}, which the graph uses, have been freed", self.bytes, self.address);
-            return Err(Fault::cuda(cudaErrorIllegalAddress, text));
+            let text = format!("{} bytes at {:#x} are still used, but have been freed", self.bytes, self.address);
+            return Err(Fault::cuda(cudaErrorIllegalAddress, text).breaks(Rule::FreedMemory));
         }
         Ok(())
     }

@@ -15,10 +15,12 @@ use nvte_ep_bindings::{
 };
 use parking_lot::{Condvar, Mutex};
 
+use crate::check::{self, Rule};
 use crate::device::{self, Device};
 use crate::fault::{Fault, Outcome, contain};
 use crate::graph::{self, Action, Mark};
 use crate::memory::Span;
+use crate::order::{self, Behind};
 use crate::sys;
 
 /// The handle that names the legacy NULL stream explicitly.
@@ -42,6 +44,7 @@ pub type Run = Arc<dyn Fn(Option<&Fault>) -> Outcome<()> + Send + Sync>;
 
 struct Work {
     after: Vec<Point>,
+    behind: Behind,
     run: Run,
 }
 
@@ -50,6 +53,8 @@ struct Work {
 pub struct Point {
     stream: Arc<Stream>,
     sequence: u64,
+    /// What is before it, itself included.
+    behind: Behind,
 }
 
 impl Point {
@@ -65,6 +70,30 @@ impl Point {
     pub fn reached(&self) -> bool {
         self.stream.queue.lock().completed >= self.sequence
     }
+
+    /// As [`Point::wait`] for the program, which may build on it.
+    pub fn host_wait(&self) {
+        self.wait();
+        order::host_learns(&self.behind);
+    }
+
+    /// As [`Point::reached`] for the program, which may build on it.
+    pub fn host_reached(&self) -> bool {
+        let reached = self.reached();
+        if reached {
+            order::host_learns(&self.behind);
+        }
+        reached
+    }
+}
+
+/// An operation of an EP group: the caller has to order it behind the one before.
+#[derive(Clone, Copy, Debug)]
+pub struct Ordered {
+    /// The group's number in [`order`].
+    pub group: u64,
+    /// Number of the operation, from 1.
+    pub operation: u64,
 }
 
 #[derive(Default)]
@@ -74,6 +103,8 @@ struct Queue {
     completed: u64,
     worker: bool,
     closing: bool,
+    /// What the next work comes behind.
+    behind: Behind,
 }
 
 /// An ordered queue of work.
@@ -186,7 +217,8 @@ impl Stream {
 
     /// The end of what has been enqueued so far.
     pub fn tail(self: &Arc<Self>) -> Point {
-        Point { stream: Arc::clone(self), sequence: self.queue.lock().enqueued }
+        let queue = self.queue.lock();
+        Point { stream: Arc::clone(self), sequence: queue.enqueued, behind: queue.behind.clone() }
     }
 
     /// How the stream relates to the NULL stream.
@@ -218,7 +250,19 @@ impl Stream {
 
     /// Enqueues work behind everything in the stream and behind `after`, captured or not; it is called after a sticky
     /// error too, and told of it.
-    pub fn push(self: &Arc<Self>, mut after: Vec<Point>, run: Run) -> Outcome<Point> {
+    pub fn push(self: &Arc<Self>, after: Vec<Point>, run: Run) -> Outcome<Point> {
+        self.push_ordered(after, None, None, run)
+    }
+
+    /// As [`Stream::push`] for an operation of an EP group, behind `last`, the one before it, and checked to be so by the
+    /// caller's doing.
+    pub fn push_ordered(
+        self: &Arc<Self>,
+        mut after: Vec<Point>,
+        last: Option<&Point>,
+        operation: Option<Ordered>,
+        run: Run,
+    ) -> Outcome<Point> {
         // Taken before the device's lock, which it takes itself on first use.
         let legacy = self.device.legacy();
         let streams = self.device.streams.lock();
@@ -227,8 +271,26 @@ impl Stream {
             Kind::Blocking => after.push(legacy.tail()),
             Kind::NonBlocking => {}
         }
+        let mut behind = self.queue.lock().behind.clone();
+        behind.merge(&order::of_host());
+        for point in &after {
+            behind.merge(&point.behind);
+        }
+        if let Some(Ordered { group, operation }) = operation {
+            if let Some(last) = last.filter(|_| behind.last(group) + 1 < operation) {
+                let text = format!(
+                    "stream {:p}: the group's operation before this one is on stream {:p}, and no event or wait orders them",
+                    Arc::as_ptr(self),
+                    Arc::as_ptr(&last.stream)
+                );
+                check::breach(Rule::StreamOrder, text)?;
+            }
+            behind.put(group, operation);
+        }
+        after.extend(last.cloned());
         after.retain(|point| !Arc::ptr_eq(&point.stream, self) && !point.reached());
         let mut queue = self.queue.lock();
+        queue.behind = behind.clone();
         if !queue.worker {
             let stream = Arc::clone(self);
             std::thread::Builder::new()
@@ -238,16 +300,16 @@ impl Stream {
             queue.worker = true;
         }
         queue.enqueued += 1;
-        queue.work.push_back(Work { after, run });
+        queue.work.push_back(Work { after, behind: behind.clone(), run });
         self.arrival.notify_one();
-        Ok(Point { stream: Arc::clone(self), sequence: queue.enqueued })
+        Ok(Point { stream: Arc::clone(self), sequence: queue.enqueued, behind })
     }
 
     /// Waits for the work enqueued so far; on the NULL stream that includes all blocking streams.
     pub fn synchronize(self: &Arc<Self>) -> Outcome<()> {
         graph::refuse_stream_wait(self, "a wait for a stream")?;
         for tail in self.tails() {
-            tail.wait();
+            tail.host_wait();
         }
         self.device.check()
     }
@@ -255,7 +317,7 @@ impl Stream {
     /// Fails with `cudaErrorNotReady` while work is left.
     pub fn query(self: &Arc<Self>) -> Outcome<()> {
         graph::refuse_stream_wait(self, "a question about a stream")?;
-        if self.tails().iter().all(Point::reached) {
+        if self.tails().iter().all(Point::host_reached) {
             self.device.check()
         } else {
             Err(Fault::cuda(cudaErrorNotReady, "work is left in the stream"))
@@ -273,6 +335,8 @@ impl Stream {
     /// The worker thread.
     fn work(self: Arc<Self>) {
         IS_WORKER.set(true);
+        // For reports.
+        device::make_current_driver(Some(self.device));
         sys::block_signals();
         loop {
             let work = {
@@ -283,6 +347,8 @@ impl Stream {
                     }
                     if queue.closing {
                         queue.worker = false;
+                        // Later waits for the device do not see this stream any more.
+                        order::host_learns(&queue.behind);
                         break None;
                     }
                     self.arrival.wait(&mut queue);
@@ -293,9 +359,12 @@ impl Stream {
                 point.wait();
             }
             let sticky = self.device.sticky().map(|sticky| &sticky.fault);
+            order::runs(&work.behind);
             if let Err(fault) = contain(|| (work.run)(sticky)) {
-                self.device.poison(fault);
+                self.device.poison(check::sign(fault));
             }
+            // What the work held is gone for those who wait for its end.
+            drop(work.run);
             self.queue.lock().completed += 1;
             self.progress.notify_all();
         }
@@ -401,7 +470,7 @@ impl Event {
     /// Waits for the event.
     pub fn synchronize(&self) -> Outcome<()> {
         if let Some(point) = self.point("a wait for an event")? {
-            point.wait();
+            point.host_wait();
         }
         device::selected().check()
     }
@@ -409,7 +478,9 @@ impl Event {
     /// Fails with `cudaErrorNotReady` while the event has not happened.
     pub fn query(&self) -> Outcome<()> {
         match self.point("a question about an event")? {
-            Some(point) if !point.reached() => Err(Fault::cuda(cudaErrorNotReady, "the event has not happened yet")),
+            Some(point) if !point.host_reached() => {
+                Err(Fault::cuda(cudaErrorNotReady, "the event has not happened yet"))
+            }
             _ => device::selected().check(),
         }
     }
@@ -427,7 +498,7 @@ impl Event {
                     return Err(Fault::cuda(cudaErrorInvalidResourceHandle, text));
                 }
             };
-            if !point.reached() {
+            if !point.host_reached() {
                 return Err(Fault::cuda(cudaErrorNotReady, "an event has not happened yet"));
             }
             *time = *stamp.lock();

@@ -194,7 +194,7 @@ pub fn positive_from_environment(name: &str, default: u64) -> u64 {
     let parsed = value.to_str().and_then(|text| text.trim().parse().ok()).filter(|number| *number > 0);
     parsed.unwrap_or_else(|| {
         let _ =
-            writeln!(std::io::stderr(), "nvte-ep-host: {name} takes a positive number; {value:?} is read as {default}");
+            writeln!(std::io::stderr(), "nvte_ep_host: {name} takes a positive number; {value:?} is read as {default}");
         default
     })
 }

@@ -425,7 +425,6 @@ fn process_rank() {
     step(&session, &handle);
     // A rank may leave at once: slower peers still read what it offered.
     handle.destroy();
-    // SAFETY: no preconditions.
-    nccl_ok(unsafe { ncclEpGroupDestroy(group) });
+    rank.destroy_group(group);
     rank.leave();
 }

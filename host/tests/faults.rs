@@ -413,8 +413,11 @@ fn undone() {
     }
     nccl_ok(all_reduce(&rank, &buffer, 8));
     let code = if rank.rank == 0 { cudaErrorAssert } else { cudaErrorLaunchFailure };
-    let words =
-        if rank.rank == 0 { "topk_idx[0, 0] is 4" } else { "rank 0 failed: ncclEpUpdateHandle: topk_idx[0, 0]" };
+    let words = if rank.rank == 0 {
+        "topk_idx[0, 0] is 4"
+    } else {
+        "rank 0 failed: rank 0, ncclEpUpdateHandle: topk_idx[0, 0]"
+    };
     expect_sticky(&rank, code, &[words]);
     std::mem::forget((handle, buffer, indices));
 }

@@ -122,9 +122,7 @@ fn with_budget(case: &Case, token_bytes: usize, work: impl Fn(&Session, &TestHan
         session.update(&handle);
         work(&session, &handle);
         handle.destroy();
-        rank.sync();
-        // SAFETY: no preconditions.
-        nccl_ok(unsafe { ncclEpGroupDestroy(group) });
+        rank.destroy_group(group);
     });
 }
 
@@ -195,7 +193,7 @@ fn every_rule_is_named() {
     with_budget(&case, 80, |session, handle| {
         let stream = session.rank.stream;
         let rows = case.capacity;
-        let memory: Vec<Buffer<u8>> = (0..4).map(|_| Buffer::new((rows + 8) * 256, stream)).collect();
+        let memory: Vec<Buffer<u8>> = (0..4).map(|_| Buffer::of(&vec![1; (rows + 8) * 256], stream)).collect();
         let changes = [
             Change { words: "round_scales is 1", apply: |c| c.config.round_scales = 1 },
             Change { words: "quant_recipe 2 is not one of HT mode", apply: |c| c.config.quant_recipe = 2 },

@@ -102,8 +102,7 @@ fn a_step_takes_two_seconds_of_two_cores_at_most() {
         assert_eq!(result.get(), vec![half::bf16::from_f32(8.0).to_bits(); TOKENS * HIDDEN]);
         assert_eq!(gradients.get(), vec![1f32; TOKENS * TOP_K]);
         handle.destroy();
-        // SAFETY: no preconditions.
-        nccl_ok(unsafe { ncclEpGroupDestroy(group) });
+        rank.destroy_group(group);
     });
 }
 
@@ -163,8 +162,7 @@ fn memory_of_a_rank() {
     println!("rank {}: {taken} bytes for buffers of {buffers}", rank.rank);
     assert!(taken < 2 * buffers, "{taken} bytes for buffers of {buffers}");
     handle.destroy();
-    // SAFETY: no preconditions.
-    nccl_ok(unsafe { ncclEpGroupDestroy(group) });
+    rank.destroy_group(group);
     drop((indices, sent, received, result));
     rank.leave();
 }
@@ -187,7 +185,6 @@ fn one_of_sixty_four() {
     let handle = TestHandle::new(&rank, group, case.top_k, case.alignment);
     step(&Session { case: &case, rank: &rank, group }, &handle);
     handle.destroy();
-    // SAFETY: no preconditions.
-    nccl_ok(unsafe { ncclEpGroupDestroy(group) });
+    rank.destroy_group(group);
     rank.leave();
 }

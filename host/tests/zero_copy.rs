@@ -49,8 +49,7 @@ impl<'a> Zero<'a> {
         self.rank.sync();
         self.rows.free();
         self.outputs.free();
-        // SAFETY: no preconditions.
-        nccl_ok(unsafe { ncclEpGroupDestroy(self.group) });
+        self.rank.destroy_group(self.group);
     }
 
     /// Slots below the capacity are the ones that are delivered.
@@ -438,8 +437,7 @@ fn quantised_tokens_and_scales_go_through_windows() {
         handle.destroy();
         rows.free();
         scales.free();
-        // SAFETY: no preconditions.
-        nccl_ok(unsafe { ncclEpGroupDestroy(group) });
+        rank.destroy_group(group);
     });
 }
 
@@ -555,6 +553,7 @@ fn different_offsets() {
     let handle = TestHandle::new(&rank, zero.group, 1, 1);
     zero.session().update(&handle);
     let result = Buffer::<u8>::new(4 * case.row_bytes(), rank.stream);
+    zero.rows.set(0, &vec![1; zero.rows.bytes]);
     let mut rows = zero.rows.desc(16 + 16 * rank.rank, case.datatype, &[case.capacity, case.hidden], false);
     let mut result_desc = Desc::of(&result, case.datatype, &[4, case.hidden]);
     let inputs = ep_struct!(ncclEpCombineInputs_t { tokens: rows.ptr() });

@@ -102,6 +102,23 @@ const char *nvte_ep_host_last_error(void);
 int nvte_ep_host_compiler(void);
 
 /**
+ * How often a rule of the contract was broken in this process, by the rule's name in reports; with null how often any was,
+ * and for a name that no rule has `UINT64_MAX`.
+ *
+ * What the caller vouches for:
+ * `rule` is null or a string.
+ */
+uint64_t nvte_ep_host_check_reports(const char *rule);
+
+/**
+ * Text of the last report of a broken rule in this process, or ""; valid until the next call on this thread.
+ *
+ * What the caller vouches for:
+ * Always safe to call.
+ */
+const char *nvte_ep_host_check_last(void);
+
+/**
  * Version of the host runtime.
  *
  * What the caller vouches for:

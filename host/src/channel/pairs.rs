@@ -15,6 +15,7 @@ use nvte_ep_bindings::{
 };
 
 use super::{Channel, LIVENESS_PERIOD, PIECE_BYTES, Staging, name_ranks, system};
+use crate::check::Rule;
 use crate::dtype;
 use crate::fault::{Fault, Outcome};
 use crate::memory::Span;
@@ -176,16 +177,16 @@ impl Channel {
         if now >= since + self.timeout {
             let ranks = name_ranks(missing);
             let text = format!("{what}: {ranks} did not come to meet it within {} ms", self.timeout.as_millis());
-            self.control.fail(self.rank, &text);
-            return Err(Fault::both(cudaErrorLaunchTimeout, ncclSystemError, text));
+            let fault = Fault::both(cudaErrorLaunchTimeout, ncclSystemError, text).breaks(Rule::MissingRank);
+            return Err(self.end(fault));
         }
         if now >= *next_look {
             *next_look = now + LIVENESS_PERIOD;
             if let Some(dead) = missing.iter().find(|rank| self.is_dead(**rank)) {
                 let pid = self.control.seats()[*dead].pid.load(Ordering::Relaxed);
                 let text = format!("{what}: the process of rank {dead} (pid {pid}) has ended");
-                self.control.fail(self.rank, &text);
-                return Err(Fault::both(cudaErrorLaunchFailure, ncclRemoteError, text));
+                let fault = Fault::both(cudaErrorLaunchFailure, ncclRemoteError, text).breaks(Rule::MissingRank);
+                return Err(self.end(fault));
             }
         }
         Ok(())
@@ -273,9 +274,8 @@ impl Channel {
                 transfer.peer,
                 dtype::name(datatype),
             );
-            let fault = Fault::both(cudaErrorLaunchFailure, ncclInvalidUsage, text);
-            self.control.fail(self.rank, &fault.text);
-            return Err(fault);
+            let fault = Fault::both(cudaErrorLaunchFailure, ncclInvalidUsage, text).breaks(Rule::CallOrder);
+            return Err(self.end(fault));
         }
         let length = (transfer.span.byte_len() - progress.bytes).min(PIECE_BYTES);
         let capacity = slot.capacity.load(Ordering::Relaxed) as usize;

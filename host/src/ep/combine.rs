@@ -10,6 +10,7 @@ use std::sync::Arc;
 use nvte_ep_bindings::*;
 
 use crate::channel::{Channel, Offer, PIECE_BYTES};
+use crate::check::{self, Rule};
 use crate::dtype::{self, TokenType};
 use crate::ep::desc::{self, Place, Tensor, invalid};
 use crate::ep::dispatch::{check_limits, check_tokens};
@@ -57,6 +58,8 @@ pub unsafe fn combine(
 ) -> Outcome<()> {
     let handle = Handle::resolve(handle, FUNCTION)?;
     let group = Arc::clone(&handle.group);
+    let _use = group.enter(FUNCTION)?;
+    check::stream_device(stream.device().ordinal, group.comm.device.ordinal)?;
     // SAFETY: passed on to the caller.
     let inputs = unsafe { desc::read_struct(inputs, FUNCTION) }?;
     // SAFETY: passed on to the caller.
@@ -89,14 +92,16 @@ pub unsafe fn combine(
     }
     if row_bytes > group.max_token_bytes {
         let text = format!("has rows of {row_bytes} bytes, the group's max_token_bytes is {}", group.max_token_bytes);
-        return Err(rows.wrong(text));
+        return Err(rows.wrong(text).breaks(Rule::RowLimit));
     }
     if (result_bytes, result_type) != (row_bytes, token_type) {
         let text = format!("must have the type and width of inputs.tokens, {}", rows.describe());
         return Err(result.wrong(text));
     }
     if tokens > group.max_tokens {
-        return Err(result.wrong(format!("has more than max_dispatch_tokens_per_rank = {} rows", group.max_tokens)));
+        return Err(result
+            .wrong(format!("has more than max_dispatch_tokens_per_rank = {} rows", group.max_tokens))
+            .breaks(Rule::RowLimit));
     }
     let weights = if forward {
         if !inputs.topk_weights.is_null() {
@@ -118,7 +123,8 @@ pub unsafe fn combine(
             return Err(by_row.wrong(format!("must have the {input_rows} rows of inputs.tokens")));
         }
         if !group.eager && input_rows > group.capacity {
-            return Err(rows.wrong(format!("has more than max_recv_tokens_per_rank = {} rows", group.capacity)));
+            let text = format!("has more than max_recv_tokens_per_rank = {} rows", group.capacity);
+            return Err(rows.wrong(text).breaks(Rule::RowLimit));
         }
         if by_token.matrix()? != (tokens, handle.top_k) {
             return Err(by_token.wrong(format!("must be [{tokens}, {}]", handle.top_k)));
@@ -205,7 +211,8 @@ impl Combine {
                         let start = i32::from_ne_bytes(first_row) as usize * self.row_bytes;
                         if start + self.row_bytes > windows[rank].byte_len() {
                             let text = format!("{}: the window of rank {rank} is too small for its rows", self.what);
-                            return Err(Fault::both(cudaErrorIllegalAddress, ncclInvalidArgument, text));
+                            return Err(Fault::both(cudaErrorIllegalAddress, ncclInvalidArgument, text)
+                                .breaks(Rule::WindowBounds));
                         }
                         windows[rank].view(start, self.row_bytes)
                     };
@@ -277,7 +284,7 @@ impl Combine {
              the routing of another UpdateHandle",
             self.what
         );
-        Fault::both(cudaErrorIllegalAddress, ncclInvalidUsage, text)
+        Fault::both(cudaErrorIllegalAddress, ncclInvalidUsage, text).breaks(Rule::HandleMemory)
     }
 
     /// Bytes of a token's row as it is offered: the partial sum, or with zero copy the number of the row that holds it.
@@ -294,14 +301,20 @@ impl Combine {
         if let Some(beyond) = arrivals.slots.iter().find(|slot| i64::from(**slot) >= self.input_rows as i64) {
             let text =
                 format!("{}: inputs.tokens has {} rows, but the routing uses row {beyond}", self.what, self.input_rows);
-            return Err(Fault::both(cudaErrorIllegalAddress, ncclInvalidArgument, text));
+            return Err(Fault::both(cudaErrorIllegalAddress, ncclInvalidArgument, text).breaks(Rule::CombineRows));
         }
         let most = |slots: &[i32]| slots.iter().filter(|slot| **slot >= 0).count();
         let most = arrivals.slots.chunks_exact(self.handle.top_k).map(most).max().unwrap_or(0);
         if self.handle.group.duplicates && most > MAX_DUPLICATES {
             let text =
                 format!("{}: a token has {most} rows on a rank, at most {MAX_DUPLICATES} can be summed", self.what);
-            return Err(Fault::both(cudaErrorLaunchFailure, ncclUnhandledCudaError, text));
+            return Err(Fault::both(cudaErrorLaunchFailure, ncclUnhandledCudaError, text).breaks(Rule::RowLimit));
+        }
+        let used = || arrivals.slots.iter().filter_map(|slot| usize::try_from(*slot).ok());
+        check::written(&format!("{FUNCTION}: inputs.tokens"), &self.input, self.row_bytes, used())?;
+        if let Some((by_row, _, _)) = &self.weights {
+            let width = if self.handle.layout == Layout::Flat { self.handle.top_k * 4 } else { 4 };
+            check::written(&format!("{FUNCTION}: inputs.topk_weights"), by_row, width, used())?;
         }
         Ok(())
     }
@@ -326,7 +339,7 @@ impl Combine {
                     return Ok(first..first + count);
                 }
                 let text = format!("{}: handle_mem holds no sound positions of rank {source}'s tokens", self.what);
-                Err(Fault::both(cudaErrorIllegalAddress, ncclInvalidUsage, text))
+                Err(Fault::both(cudaErrorIllegalAddress, ncclInvalidUsage, text).breaks(Rule::HandleMemory))
             })
             .collect::<Outcome<Vec<Range<usize>>>>()?;
         let count: usize = blocks.iter().map(Range::len).sum();

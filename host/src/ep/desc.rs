@@ -8,6 +8,7 @@ use std::sync::{Arc, LazyLock};
 use nvte_ep_bindings::*;
 use parking_lot::Mutex;
 
+use crate::check::{self, Rule};
 use crate::comm::{Comm, Window};
 use crate::dtype;
 use crate::fault::{Fault, Outcome};
@@ -22,7 +23,12 @@ const MAX_DIMENSIONS: u32 = 8;
 
 /// An error for an argument that breaks a rule.
 pub fn invalid(text: impl Into<String>) -> Fault {
-    Fault::nccl(ncclInvalidArgument, text)
+    Fault::nccl(ncclInvalidArgument, text).breaks(Rule::ArgumentValue)
+}
+
+/// The same about a named argument, for what went wrong further down.
+fn about(name: &str, fault: Fault) -> Fault {
+    Fault { rule: fault.rule, ..invalid(format!("{name}: {}", fault.text)) }
 }
 
 /// Whether a pass is the forward one.
@@ -142,6 +148,7 @@ pub struct Place {
 impl Place {
     /// The memory of a rank from the tensor's start to the window's end.
     pub fn on(&self, rank: usize) -> Outcome<Span> {
+        self.window.check_registered()?;
         self.window.part(rank, self.offset)
     }
 }
@@ -254,15 +261,17 @@ impl Tensor {
             descriptor.data
         } else if !descriptor.win_hdl.is_null() {
             comm.window_address(descriptor.win_hdl, descriptor.win_offset, bytes)
-                .map_err(|fault| invalid(format!("{name}: {}", fault.text)))?
+                .map_err(|fault| about(&name, fault))?
         } else {
             return Err(invalid(format!("{name}: neither data nor a window is given for shape {shape:?}")));
         };
         if bytes > 0 && !(data as usize).is_multiple_of(element) {
-            return Err(invalid(format!("{name}: {data:p} is not aligned to its element size {element}")));
+            let text = format!("{name}: {data:p} is not aligned to its element size {element}");
+            return Err(invalid(text).breaks(Rule::Alignment));
         }
         // SAFETY: the caller vouches for the memory that the descriptor names.
-        let span = unsafe { Span::new(data, bytes) }.map_err(|f| invalid(format!("{name}: {}", f.text)))?;
+        let span = unsafe { Span::new(data, bytes) }.map_err(|f| about(&name, f.breaks(Rule::MemoryBounds)))?;
+        check::tensor_memory(&name, &span, comm.device.ordinal)?;
         let has_data = !descriptor.data.is_null();
         let window = (!descriptor.win_hdl.is_null()).then_some((descriptor.win_hdl as usize, descriptor.win_offset));
         Ok(Some(Self { name, datatype: descriptor.datatype, shape, span, has_data, window }))
@@ -286,7 +295,7 @@ impl Tensor {
 
     /// An error about this tensor.
     pub fn wrong(&self, what: impl std::fmt::Display) -> Fault {
-        invalid(format!("{} {what}, got {}", self.name, self.describe()))
+        invalid(format!("{} {what}, got {}", self.name, self.describe())).breaks(Rule::TensorShape)
     }
 
     /// Type and shape, for messages.
@@ -306,7 +315,7 @@ impl Tensor {
         let aligned = (self.span.address() as u64).is_multiple_of(granule) && offset.is_multiple_of(granule);
         if !aligned && !self.is_empty() {
             let text = format!("must start at a multiple of {ROW_GRANULE} bytes, in memory and in its window");
-            return Err(self.wrong(text));
+            return Err(self.wrong(text).breaks(Rule::Alignment));
         }
         Ok(())
     }
@@ -324,18 +333,18 @@ impl Tensor {
     /// The window that holds the tensor, on every rank at the same offset, as zero copy needs it.
     pub fn expect_window(&self, comm: &Comm) -> Outcome<Place> {
         let Some((handle, offset)) = self.window else {
-            return Err(self.wrong("must lie in a window, as the group's zero_copy is ON"));
+            return Err(self.wrong("must lie in a window, as the group's zero_copy is ON").breaks(Rule::WindowMissing));
         };
-        let about = |fault: Fault| invalid(format!("{}: {}", self.name, fault.text));
+        let about = |fault| about(&self.name, fault);
         let window = comm.window(handle).map_err(about)?;
         let number = window.number().ok_or_else(|| {
             self.wrong("lies in a window that was registered without NCCL_WIN_COLL_SYMMETRIC, out of the peers' reach")
+                .breaks(Rule::WindowMissing)
         })?;
         let address = comm.window_address(handle as ncclWindow_t, offset, self.span.byte_len()).map_err(about)?;
         if !self.is_empty() && self.span.address() != address as usize {
-            return Err(
-                self.wrong(format!("has data at {:#x}, but its window offset is {address:p}", self.span.address()))
-            );
+            let text = format!("has data at {:#x}, but its window offset is {address:p}", self.span.address());
+            return Err(self.wrong(text).breaks(Rule::WindowBounds));
         }
         Ok(Place { window, offset: offset as usize, number })
     }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use nvte_ep_bindings::*;
 
 use crate::channel::{Channel, PIECE_BYTES};
+use crate::check::{self, Rule};
 use crate::dtype::{self, TokenType};
 use crate::ep::desc::{self, Place, Tensor, invalid};
 use crate::ep::group::Layout;
@@ -94,7 +95,7 @@ fn check_quantised(tokens: &Pair, scales: &Pair, config: &ncclEpDispatchConfig_t
     }
     if received.window.is_some() != received_scales.window.is_some() {
         let text = "must be in a window if and only if outputs.tokens is";
-        return Err(received_scales.wrong(text));
+        return Err(received_scales.wrong(text).breaks(Rule::WindowMissing));
     }
     Ok(())
 }
@@ -134,6 +135,8 @@ pub unsafe fn dispatch(
 ) -> Outcome<()> {
     let handle = Handle::resolve(handle, FUNCTION)?;
     let group = Arc::clone(&handle.group);
+    let _use = group.enter(FUNCTION)?;
+    check::stream_device(stream.device().ordinal, group.comm.device.ordinal)?;
     // SAFETY: passed on to the caller.
     let inputs = unsafe { desc::read_struct(inputs, FUNCTION) }?;
     // SAFETY: passed on to the caller.
@@ -195,15 +198,17 @@ pub unsafe fn dispatch(
         let scales = if quantised { ", scales included" } else { "" };
         let limit = group.max_token_bytes;
         let text = format!("has rows of {row_bytes} bytes{scales}, the group's max_token_bytes is {limit}");
-        return Err(tokens.wrong(text));
+        return Err(tokens.wrong(text).breaks(Rule::RowLimit));
     }
     if rows > group.max_tokens {
-        return Err(tokens.wrong(format!("has more than max_dispatch_tokens_per_rank = {} rows", group.max_tokens)));
+        return Err(tokens
+            .wrong(format!("has more than max_dispatch_tokens_per_rank = {} rows", group.max_tokens))
+            .breaks(Rule::RowLimit));
     }
     let (needed, limit) = if group.eager {
         if graph::is_capturing(stream) {
             let text = format!("{FUNCTION}: eager mode reads counts back, which a captured stream cannot");
-            return Err(Fault::nccl(ncclInvalidUsage, text));
+            return Err(Fault::nccl(ncclInvalidUsage, text).breaks(Rule::CaptureUnsafe));
         }
         // As NCCL EP does: the counts are read back before the receive buffer is judged.
         stream.synchronize()?;
@@ -275,6 +280,7 @@ impl Dispatch {
     fn run(&self, channel: &mut Channel) -> Outcome<()> {
         let group = &self.handle.group;
         let arrivals = Arrivals::read(&self.handle, FUNCTION)?;
+        self.check_written()?;
         let capacity = if group.eager { arrivals.total() } else { group.capacity };
         let weights = if group.zero_copy {
             self.write_to_peers(channel, &arrivals, capacity)?
@@ -300,6 +306,21 @@ impl Dispatch {
         let bytes: Vec<u8> = weights[..total].iter().flat_map(|weight| weight.to_ne_bytes()).collect();
         given.received.write(0, &bytes);
         Ok(())
+    }
+
+    /// Checks that the rows which travel have been written; tokens without an expert may stay unwritten.
+    fn check_written(&self) -> Outcome<()> {
+        let (memory, ranks) = (&self.handle.memory, self.handle.group.comm.ranks);
+        let source_map = memory.read_i32(memory.layout.source_map, self.tokens * ranks);
+        let sent = || {
+            let tokens = source_map.chunks_exact(ranks).enumerate();
+            tokens.filter(|(_, positions)| positions.iter().any(|position| *position >= 0)).map(|(token, _)| token)
+        };
+        for (lane, name) in self.lanes.iter().zip(["inputs.tokens", "inputs.scales"]) {
+            check::written(&format!("{FUNCTION}: {name}"), &lane.input, lane.row_bytes, sent())?;
+        }
+        let Some(Weights { own, .. }) = &self.weights else { return Ok(()) };
+        check::written(&format!("{FUNCTION}: inputs.topk_weights"), own, self.handle.top_k * 4, sent())
     }
 
     /// Staged: every rank offers its rows, some tokens at a time, and takes those that it receives. Gives the weights by
@@ -495,7 +516,7 @@ impl Dispatch {
              the routing of another UpdateHandle",
             self.what
         );
-        Fault::both(cudaErrorIllegalAddress, ncclInvalidUsage, text)
+        Fault::both(cudaErrorIllegalAddress, ncclInvalidUsage, text).breaks(Rule::HandleMemory)
     }
 
     fn stray(&self, rank: usize, tokens: usize, token: usize) -> Fault {
@@ -504,7 +525,7 @@ impl Dispatch {
              the routing of another UpdateHandle",
             self.what
         );
-        Fault::both(cudaErrorIllegalAddress, ncclInvalidUsage, text)
+        Fault::both(cudaErrorIllegalAddress, ncclInvalidUsage, text).breaks(Rule::HandleMemory)
     }
 
     /// Room for the received weights: by row, in the flat layout by token and expert.

@@ -4,14 +4,17 @@ use std::collections::HashMap;
 use std::mem::size_of;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock};
+use std::thread::ThreadId;
 
 use nvte_ep_bindings::*;
 use parking_lot::Mutex;
 
 use crate::channel::name_ranks;
+use crate::check::{self, Rule};
 use crate::comm::{Comm, Line};
 use crate::device::SM_COUNT;
 use crate::ep::desc::invalid;
+use crate::ep::handle::Handle;
 use crate::ep::memory_layout::{MemoryLayout, Rows};
 use crate::fault::{Fault, Outcome};
 use crate::graph;
@@ -49,6 +52,21 @@ pub struct Group {
     /// The caller's allocator for handle memory.
     pub allocator: Option<Allocator>,
     destroyed: AtomicBool,
+    /// The thread that is in a call about the group, and how often.
+    user: Mutex<Option<(ThreadId, u32)>>,
+}
+
+/// A call about a group by the calling thread.
+#[derive(Debug)]
+pub struct Use<'a>(Option<&'a Group>);
+
+impl Drop for Use<'_> {
+    fn drop(&mut self) {
+        if let Some(group) = self.0 {
+            let mut user = group.user.lock();
+            *user = user.and_then(|(thread, calls)| Some((thread, calls.checked_sub(1).filter(|rest| *rest > 0)?)));
+        }
+    }
 }
 
 /// A caller's allocation functions.
@@ -204,7 +222,7 @@ impl Group {
                 })
                 .collect::<Outcome<Vec<Vec<u64>>>>()?;
             if let Some(text) = disagreement(&by_rank, &names) {
-                return Err(invalid(text));
+                return Err(invalid(text).breaks(Rule::ConfigDiffers));
             }
             let label = format!("EP group of {} ranks", channel.ranks());
             let all: Vec<usize> = (0..channel.ranks()).collect();
@@ -216,9 +234,11 @@ impl Group {
             (Some(alloc), Some(free)) => Some(Allocator { alloc, free, context: config.alloc.context as usize }),
             _ => None,
         };
+        let line = Line::new(channel, Arc::clone(&comm.status));
+        line.expect_order();
         let group = Arc::new(Self {
             comm: Arc::clone(comm),
-            line: Line::new(channel, Arc::clone(&comm.status)),
+            line,
             experts: config.num_experts as usize,
             max_tokens: config.max_dispatch_tokens_per_rank as usize,
             capacity: match config.max_recv_tokens_per_rank {
@@ -233,6 +253,7 @@ impl Group {
             duplicates,
             allocator,
             destroyed: AtomicBool::new(false),
+            user: Mutex::default(),
         });
         let handle = Arc::as_ptr(&group) as usize;
         GROUPS.lock().insert(handle, group);
@@ -242,11 +263,12 @@ impl Group {
 
     /// The group that a handle names.
     pub fn resolve(handle: ncclEpGroup_t, function: &str) -> Outcome<Arc<Group>> {
-        GROUPS
-            .lock()
-            .get(&(handle as usize))
-            .cloned()
-            .ok_or_else(|| invalid(format!("{function}: {handle:p} is not a live EP group")))
+        let found = GROUPS.lock().get(&(handle as usize)).cloned();
+        let group = found.ok_or_else(|| {
+            invalid(format!("{function}: {handle:p} is not a live EP group")).breaks(Rule::DestroyedObject)
+        })?;
+        check::act_as(group.comm.rank);
+        Ok(group)
     }
 
     /// `ncclEpGroupDestroy`: waits for this rank's device only.
@@ -255,8 +277,10 @@ impl Group {
             return Ok(());
         }
         let group = Self::resolve(handle, "ncclEpGroupDestroy")?;
+        let _use = group.enter("ncclEpGroupDestroy")?;
         graph::refuse_device_wait(group.comm.device, "ncclEpGroupDestroy")?;
         group.comm.device.synchronize();
+        group.check_unused()?;
         group.line.close();
         if GROUPS.lock().remove(&(handle as usize)).is_some() {
             group.destroyed.store(true, Ordering::Relaxed);
@@ -265,11 +289,56 @@ impl Group {
         group.comm.device.check()
     }
 
+    /// Enters a call about the group; NCCL EP takes no lock for its callers.
+    pub fn enter(&self, function: &str) -> Outcome<Use<'_>> {
+        let own = std::thread::current().id();
+        let mut user = self.user.lock();
+        match *user {
+            Some((thread, _)) if thread != own => {
+                drop(user);
+                let text = format!("{function}: ep_group is in a call of another thread");
+                check::breach(Rule::OneThread, text).map(|()| Use(None))
+            }
+            _ => {
+                *user = Some((own, user.map_or(1, |(_, calls)| calls + 1)));
+                Ok(Use(Some(self)))
+            }
+        }
+    }
+
+    /// Reports what still needs the group that is about to be destroyed; after an error nobody can finish any more.
+    fn check_unused(&self) -> Outcome<()> {
+        if self.comm.device.sticky().is_some() {
+            return Ok(());
+        }
+        self.check_comm("ncclEpGroupDestroy")?;
+        let handles = Handle::live(self);
+        if handles > 0 {
+            let text = format!("ncclEpGroupDestroy: ep_group has {handles} handles that are not destroyed");
+            check::breach(Rule::LiveHandles, text)?;
+        }
+        let busy = self.line.busy();
+        if !busy.is_empty() {
+            let text = format!("ncclEpGroupDestroy: ep_group is still used by {}", name_ranks(&busy));
+            check::breach(Rule::PeersBusy, text)?;
+        }
+        Ok(())
+    }
+
+    /// Reports a use after the communicator was destroyed.
+    pub fn check_comm(&self, function: &str) -> Outcome<()> {
+        if !self.comm.line.is_closed() || self.comm.device.sticky().is_some() {
+            return Ok(());
+        }
+        let text = format!("{function}: the communicator of ep_group has been destroyed before it");
+        check::breach(Rule::LiveHandles, text)
+    }
+
     /// Fails once the group is destroyed; on a GPU that would be a use after free.
     pub fn check_alive(&self, function: &str) -> Outcome<()> {
         if self.destroyed.load(Ordering::Relaxed) {
             let text = format!("{function}: the handle's EP group has been destroyed");
-            return Err(Fault::nccl(ncclInvalidUsage, text));
+            return Err(Fault::nccl(ncclInvalidUsage, text).breaks(Rule::DestroyedObject));
         }
         Ok(())
     }

@@ -7,6 +7,7 @@ use std::sync::{Arc, LazyLock};
 use nvte_ep_bindings::*;
 use parking_lot::Mutex;
 
+use crate::check::{self, Rule};
 use crate::ep::desc::{Tensor, invalid};
 use crate::ep::group::{Group, Layout, layout_of};
 use crate::ep::memory_layout::{MemoryLayout, Slots};
@@ -72,6 +73,7 @@ impl Handle {
         tensor: Option<&Tensor>,
     ) -> Outcome<usize> {
         let function = "ncclEpInitHandle";
+        let _use = group.enter(function)?;
         let layout = layout_of(layout, function)?;
         let expert_major = layout == Layout::ExpertMajor;
         if expert_major && alignment > 1 && !alignment.is_power_of_two() {
@@ -104,6 +106,7 @@ impl Handle {
                 if tensor.vector()? < parts.total || tensor.datatype != ncclUint8 {
                     return Err(tensor.wrong(format!("must be uint8 of at least [{}]", parts.total)));
                 }
+                tensor.expect_granule()?;
                 (tensor.span, None)
             }
             None => {
@@ -132,9 +135,20 @@ impl Handle {
     /// The handle that a pointer names.
     pub fn resolve(handle: ncclEpHandle_t, function: &str) -> Outcome<Arc<Handle>> {
         let found = HANDLES.lock().get(&(handle as usize)).cloned();
-        let found = found.ok_or_else(|| invalid(format!("{function}: {handle:p} is not a live EP handle")))?;
+        let found = found.ok_or_else(|| {
+            invalid(format!("{function}: {handle:p} is not a live EP handle")).breaks(Rule::DestroyedObject)
+        })?;
+        check::act_as(found.group.comm.rank);
         found.group.check_alive(function)?;
+        found.group.check_comm(function)?;
+        let name = |fault: Fault| Fault { text: format!("{function}: handle_mem: {}", fault.text), ..fault };
+        found.memory.span.check_live().map_err(name)?;
         Ok(found)
+    }
+
+    /// Handles of a group that are not destroyed.
+    pub fn live(group: &Group) -> usize {
+        HANDLES.lock().values().filter(|handle| std::ptr::eq(&raw const *handle.group, group)).count()
     }
 
     /// `ncclEpHandleDestroy`.
@@ -146,8 +160,11 @@ impl Handle {
             graph::refuse_unsafe("ncclEpHandleDestroy: freeing handle memory")?;
         }
         let Some(found) = HANDLES.lock().remove(&(handle as usize)) else {
-            return Err(invalid(format!("ncclEpHandleDestroy: {handle:p} is not a live EP handle")));
+            let text = format!("ncclEpHandleDestroy: {handle:p} is not a live EP handle");
+            return Err(invalid(text).breaks(Rule::DestroyedObject));
         };
+        check::act_as(found.group.comm.rank);
+        let _use = found.group.enter("ncclEpHandleDestroy")?;
         stats::count(|s| &s.handles_destroyed);
         if let Some(base) = found.owned {
             // Queued operations may still use the memory.
@@ -323,7 +340,7 @@ impl Arrivals {
         let local_experts = handle.group.experts / handle.group.comm.ranks;
         let unprepared = || {
             let text = format!("{function}: handle_mem holds no routing (UpdateHandle never ran over this memory)");
-            Fault::both(cudaErrorIllegalAddress, ncclInvalidUsage, text)
+            Fault::both(cudaErrorIllegalAddress, ncclInvalidUsage, text).breaks(Rule::HandleMemory)
         };
         let received = memory.read_i32(layout.recv_count, 1)[0];
         let received = usize::try_from(received).ok().filter(|n| *n <= capacity).ok_or_else(unprepared)?;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use nvte_ep_bindings::*;
 
 use crate::channel::Channel;
+use crate::check::{self, Rule};
 use crate::ep::desc::{self, Tensor, invalid};
 use crate::ep::group::Layout;
 use crate::ep::handle::{Handle, read_indices};
@@ -39,6 +40,7 @@ pub unsafe fn update(
 ) -> Outcome<()> {
     let handle = Handle::resolve(handle, FUNCTION)?;
     let group = Arc::clone(&handle.group);
+    let _use = group.enter(FUNCTION)?;
     // SAFETY: passed on to the caller.
     let info = unsafe { desc::read_optional(layout_info, FUNCTION) }?;
     // SAFETY: passed on to the caller.
@@ -49,7 +51,9 @@ pub unsafe fn update(
         return Err(topk.wrong(format!("must have num_topk = {} columns", handle.top_k)));
     }
     if tokens > group.max_tokens {
-        return Err(topk.wrong(format!("has more than max_dispatch_tokens_per_rank = {} rows", group.max_tokens)));
+        return Err(topk
+            .wrong(format!("has more than max_dispatch_tokens_per_rank = {} rows", group.max_tokens))
+            .breaks(Rule::RowLimit));
     }
     let info = info.unwrap_or_default();
     let counter = |pointer: *mut ncclEpTensor_t, name: &str, length: usize| -> Outcome<Option<Tensor>> {
@@ -75,8 +79,11 @@ pub unsafe fn update(
     let total = counter(info.recv_total_counter, "recv_total_counter", 1)?;
     let datatypes: Vec<_> = [&counters, &offsets, &total].into_iter().flatten().map(|tensor| tensor.datatype).collect();
     if datatypes.windows(2).any(|pair| pair[0] != pair[1]) {
-        return Err(invalid(format!("{FUNCTION}: the counter tensors must share one data type")));
+        return Err(
+            invalid(format!("{FUNCTION}: the counter tensors must share one data type")).breaks(Rule::TensorShape)
+        );
     }
+    check::stream_device(stream.device().ordinal, group.comm.device.ordinal)?;
     let mut prepared = handle.prepared.lock();
     let update = Update { handle: Arc::clone(&handle), topk, tokens, width, counters, offsets, total };
     group.line.enqueue(stream, |s| &s.updates, &update.spans(), move |channel| update.run(channel))?;
@@ -96,6 +103,7 @@ impl Update {
     fn run(&self, channel: &mut Channel) -> Outcome<()> {
         let group = &self.handle.group;
         let top_k = self.handle.top_k;
+        check::written(&self.topk.name, &self.topk.span, top_k * self.width, 0..self.tokens)?;
         let given = self.topk.span.view(0, self.tokens * top_k * self.width);
         let staged = channel.stage(self.tokens * top_k * 4)?;
         let targets = staged.as_chunks_mut::<4>().0;
@@ -107,13 +115,15 @@ impl Update {
                     position % top_k,
                     group.experts
                 );
-                return Err(Fault::both(cudaErrorAssert, ncclInvalidArgument, text));
+                return Err(Fault::both(cudaErrorAssert, ncclInvalidArgument, text).breaks(Rule::ExpertIndex));
             }
             *there = (index.max(-1) as i32).to_ne_bytes();
         }
         self.handle.memory.span.write(self.handle.memory.layout.topk, given);
 
-        let what = format!("{FUNCTION}(num_topk={top_k})");
+        // Where rows are written to the peers' windows, the zones of all ranks have to be known to each.
+        let zones = if group.duplicates { format!(", alignment={}", self.handle.alignment) } else { String::new() };
+        let what = format!("{FUNCTION}(num_topk={top_k}{zones})");
         channel.exchange(&what, [self.tokens as u64, 0, 0, 0], self.tokens * top_k * 4)?;
         let indices = (0..channel.ranks())
             .map(|rank| {
@@ -143,7 +153,7 @@ impl Update {
                 overflow.tokens,
                 shape.capacity
             );
-            Fault::both(cudaErrorLaunchFailure, ncclUnhandledCudaError, text)
+            Fault::both(cudaErrorLaunchFailure, ncclUnhandledCudaError, text).breaks(Rule::ReceiveOverflow)
         })?;
         self.keep(&routing);
         self.publish(&routing, &shape);

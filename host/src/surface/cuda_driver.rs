@@ -5,6 +5,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use nvte_ep_bindings::*;
 
 use super::{driver, driver_current, free_device, put};
+use crate::check::Call;
 use crate::device::{self, Device};
 use crate::fault::{Fault, Outcome};
 use crate::graph;
@@ -23,6 +24,7 @@ fn device_of(dev: CUdevice) -> Outcome<&'static Device> {
 
 /// A call about a stream: the NULL stream belongs to the current context, others know their device.
 pub(super) fn on_stream(stream: CUstream, work: impl FnOnce(std::sync::Arc<Stream>) -> Outcome<()>) -> CUresult {
+    let _call = Call::enter(&work);
     if stream as usize <= 2 {
         return driver_current(|device| work(Stream::resolve(stream, device)?));
     }

@@ -748,6 +748,7 @@ pub unsafe extern "C" fn cudaLaunchHostFunc(
         let host_fn = hostFn.ok_or_else(|| Fault::cuda(cudaErrorInvalidValue, "the host function is null"))?;
         let data = userData as usize;
         let run = move || {
+            crate::order::host_learns_from_running();
             // SAFETY: the caller vouches for the function and its argument.
             unsafe { host_fn(data as *mut c_void) };
             Ok(())

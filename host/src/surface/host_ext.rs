@@ -1,11 +1,13 @@
 //! Functions that only the host runtime has.
 
-use std::ffi::{c_char, c_int};
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::mem::size_of;
 use std::sync::atomic::Ordering;
 
 use nvte_ep_bindings::{cudaErrorInvalidValue, cudaSuccess};
 
+use crate::check::{self, Rule};
 use crate::device;
 use crate::stats::COUNTERS;
 use crate::{comm, inject, memory, stream};
@@ -105,6 +107,39 @@ pub unsafe extern "C" fn nvte_ep_host_last_error() -> *const c_char {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvte_ep_host_compiler() -> c_int {
     c_int::from(!inject::compiler_is_missing())
+}
+
+/// How often a rule of the contract was broken in this process, by the rule's name in reports; with null how often any was,
+/// and for a name that no rule has `UINT64_MAX`.
+///
+/// # Safety
+///
+/// `rule` is null or a string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvte_ep_host_check_reports(rule: *const c_char) -> u64 {
+    if rule.is_null() {
+        return Rule::ALL.iter().map(|rule| rule.reports()).sum();
+    }
+    // SAFETY: not null, and a string by the caller's word.
+    let name = unsafe { CStr::from_ptr(rule) };
+    let found = Rule::ALL.iter().find(|rule| rule.name().as_bytes() == name.to_bytes());
+    found.map_or(u64::MAX, |rule| rule.reports())
+}
+
+/// Text of the last report of a broken rule in this process, or ""; valid until the next call on this thread.
+///
+/// # Safety
+///
+/// Always safe to call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvte_ep_host_check_last() -> *const c_char {
+    thread_local! {
+        static TEXT: RefCell<CString> = RefCell::default();
+    }
+    let fresh = CString::new(check::last_report().replace('\0', "?")).unwrap_or_default();
+    // A thread that is ending has no place for the text any more.
+    let stored = TEXT.try_with(|text| text.replace(fresh));
+    stored.and_then(|_| TEXT.try_with(|text| text.borrow().as_ptr())).unwrap_or(c"".as_ptr())
 }
 
 /// Version of the host runtime.

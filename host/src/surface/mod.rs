@@ -12,6 +12,7 @@ use std::ffi::c_void;
 
 use nvte_ep_bindings::*;
 
+use crate::check::{self, Call};
 use crate::comm;
 use crate::device::{self, Device};
 use crate::fault::{Fault, Outcome, contain, report};
@@ -25,6 +26,7 @@ thread_local! {
 
 /// A runtime call: current context, no sticky error, and a failure is remembered for `cudaGetLastError`.
 fn runtime(work: impl FnOnce(&'static Device) -> Outcome<()>) -> cudaError_t {
+    let _call = Call::enter(&work);
     runtime_query(|| {
         let device = device::make_current();
         device.check()?;
@@ -34,6 +36,7 @@ fn runtime(work: impl FnOnce(&'static Device) -> Outcome<()>) -> cudaError_t {
 
 /// A runtime call that neither needs a context nor minds a sticky error.
 fn runtime_query(work: impl FnOnce() -> Outcome<()>) -> cudaError_t {
+    let _call = Call::enter(&work);
     let code = code_of(|| {
         refuse_on_worker()?;
         inject::at_entry(&work)?;
@@ -47,6 +50,7 @@ fn runtime_query(work: impl FnOnce() -> Outcome<()>) -> cudaError_t {
 
 /// A driver call that needs no context.
 fn driver(work: impl FnOnce() -> Outcome<()>) -> CUresult {
+    let _call = Call::enter(&work);
     code_of(|| {
         refuse_on_worker()?;
         inject::at_entry(&work)?;
@@ -59,6 +63,7 @@ fn driver(work: impl FnOnce() -> Outcome<()>) -> CUresult {
 
 /// A driver call on the current context.
 fn driver_current(work: impl FnOnce(&'static Device) -> Outcome<()>) -> CUresult {
+    let _call = Call::enter(&work);
     driver(|| {
         let no_context = || Fault::cuda(CUDA_ERROR_INVALID_CONTEXT, "no context is current on this thread");
         let device = device::current().ok_or_else(no_context)?;
@@ -68,21 +73,33 @@ fn driver_current(work: impl FnOnce(&'static Device) -> Outcome<()>) -> CUresult
 }
 
 fn code_of(work: impl FnOnce() -> Outcome<()>) -> cudaError_t {
-    contain(work).map_or_else(|fault| fault.cuda, |()| cudaSuccess)
+    let Err(fault) = contain(work) else { return cudaSuccess };
+    let fault = check::sign(fault);
+    if fault.signed && !is_sticky(&fault) {
+        report(&fault.text);
+    }
+    fault.cuda
+}
+
+/// Whether the fault is a device's sticky error, which was printed when it happened.
+fn is_sticky(fault: &Fault) -> bool {
+    device::all().iter().any(|device| device.sticky().is_some_and(|there| there.fault.text == fault.text))
 }
 
 /// An NCCL call: a failure is remembered for `ncclGetLastError` and printed.
 fn nccl(work: impl FnOnce() -> Outcome<()>) -> ncclResult_t {
+    let _call = Call::enter(&work);
     let done = contain(|| {
         refuse_on_worker()?;
+        check::policy()?;
         inject::at_entry(&work)?;
         work()
     });
     match done {
         Ok(()) => ncclSuccess,
         Err(fault) => {
-            // A sticky error was printed when it happened.
-            if device::all().iter().all(|device| device.sticky().is_none_or(|there| there.fault.text != fault.text)) {
+            let fault = check::sign(fault);
+            if !is_sticky(&fault) {
                 report(&fault.text);
             }
             comm::set_last_error(&fault.text);
@@ -128,7 +145,10 @@ fn free_device(pointer: *mut c_void, device: &'static Device) -> Outcome<()> {
     let known = crate::memory::find(pointer as usize);
     if let Some(memory) = graph::memory_at(pointer as usize) {
         device.synchronize();
-        return graph::free_memory(&memory, device.legacy());
+        graph::free_memory(&memory, device.legacy())?;
+        // The memory is not touched any more when the call returns.
+        device.synchronize();
+        return device.check();
     }
     let is_freeable =
         |there: &crate::memory::Allocation| there.base == pointer as usize && there.kind.is_freed_by_callers();

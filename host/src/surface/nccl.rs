@@ -407,6 +407,9 @@ pub unsafe extern "C" fn ncclMemFree(ptr: *mut c_void) -> ncclResult_t {
             return Ok(());
         }
         graph::refuse_unsafe("ncclMemFree")?;
+        if let Some(memory) = memory::find(ptr as usize) {
+            comm::check_freed(&memory)?;
+        }
         let allocation = memory::forget(ptr as usize, |kind| kind == Kind::Nccl)
             .map_err(|fault| crate::fault::Fault::nccl(ncclInvalidArgument, format!("ncclMemFree: {}", fault.text)))?;
         device.synchronize();

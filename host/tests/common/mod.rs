@@ -197,6 +197,18 @@ impl Rank {
         ok(unsafe { cudaStreamDestroy(self.stream) });
     }
 
+    /// Destroys a group when all ranks are done with it; collective.
+    pub fn destroy_group(&self, group: ncclEpGroup_t) {
+        self.sync();
+        let met = Buffer::of(&[0f32], self.stream);
+        let data = met.pointer.cast();
+        // SAFETY: the buffer has one element.
+        nccl_ok(unsafe { ncclAllReduce(data, data.cast(), 1, ncclFloat32, ncclSum, self.comm, self.stream) });
+        self.sync();
+        // SAFETY: no preconditions.
+        nccl_ok(unsafe { ncclEpGroupDestroy(group) });
+    }
+
     pub fn create_group(&self, config: &ncclEpGroupConfig_t) -> Result<ncclEpGroup_t, (u32, String)> {
         let mut group = ptr::null_mut();
         // SAFETY: result pointer and configuration are ours.

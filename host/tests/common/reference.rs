@@ -361,9 +361,7 @@ pub fn with_group(case: &Case, work: impl Fn(&Session) + Sync) {
         }
         let group = rank.create_group(&config).unwrap();
         work(&Session { case, rank, group });
-        rank.sync();
-        // SAFETY: no preconditions.
-        nccl_ok(unsafe { ncclEpGroupDestroy(group) });
+        rank.destroy_group(group);
     });
 }
 
