@@ -1,7 +1,7 @@
 //! PTX of `kernels/*.cu`, by NVRTC.
 
 use crate::Output;
-use libloading::{Library, Symbol};
+use libloading::Library;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;
 
@@ -29,62 +29,65 @@ pub fn generate(root: &Path, nvrtc: &Path) -> Result<Vec<Output>, String> {
     sources.iter().map(compile_one).collect()
 }
 
-fn compile(nvrtc: &Library, source: &str) -> Result<String, String> {
-    let source = CString::new(source).map_err(|e| e.to_string())?;
-    // SAFETY: the signatures are those of nvrtc.h; every pointer lives across its call.
-    unsafe {
-        let create: Symbol<
-            unsafe extern "C" fn(
-                *mut Program,
-                *const c_char,
-                *const c_char,
-                c_int,
-                *const *const c_char,
-                *const *const c_char,
-            ) -> c_int,
-        > = nvrtc.get(b"nvrtcCreateProgram").map_err(|e| e.to_string())?;
-        let compile: Symbol<unsafe extern "C" fn(Program, c_int, *const *const c_char) -> c_int> =
-            nvrtc.get(b"nvrtcCompileProgram").map_err(|e| e.to_string())?;
-        let mut program = std::ptr::null_mut();
-        let (no_names, no_texts) = (std::ptr::null(), std::ptr::null());
-        match create(&raw mut program, source.as_ptr(), std::ptr::null(), 0, no_texts, no_names) {
-            0 => {}
-            code => return Err(format!("nvrtcCreateProgram returned {code}")),
-        }
-        let options = [ARCHITECTURE.as_ptr()];
-        match compile(program, options.len() as c_int, options.as_ptr()) {
-            0 => {}
-            code => {
-                let log = text_of(nvrtc, program, b"nvrtcGetProgramLogSize", b"nvrtcGetProgramLog")?;
-                return Err(format!("nvrtcCompileProgram returned {code}: {log}"));
-            }
-        }
-        let ptx = text_of(nvrtc, program, b"nvrtcGetPTXSize", b"nvrtcGetPTX")?;
-        // Without the compiler's own heading, which names builds, and the variables that it adds to every program.
-        let own = |line: &&str| !line.starts_with("//") && !line.contains("2nv6target");
-        let lines = ptx.lines().filter(own).skip_while(|line| line.is_empty());
-        Ok(lines.flat_map(|line| [line.trim_end(), "\n"]).collect::<String>().trim_end().to_owned() + "\n")
-    }
+type Create = unsafe extern "C" fn(
+    *mut Program,
+    *const c_char,
+    *const c_char,
+    c_int,
+    *const *const c_char,
+    *const *const c_char,
+) -> c_int;
+type Compile = unsafe extern "C" fn(Program, c_int, *const *const c_char) -> c_int;
+type Size = unsafe extern "C" fn(Program, *mut usize) -> c_int;
+type Text = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
+
+/// A function of NVRTC, of the type that nvrtc.h gives it.
+fn function<T: Copy>(nvrtc: &Library, name: &str) -> Result<T, String> {
+    // SAFETY: the callers name the header's types.
+    let function = unsafe { nvrtc.get::<T>(name.as_bytes()) };
+    function.map(|function| *function).map_err(|e| e.to_string())
 }
 
-/// # Safety
-/// `program` is live, and `size` and `get` are functions about its text.
-unsafe fn text_of(nvrtc: &Library, program: Program, size: &[u8], get: &[u8]) -> Result<String, String> {
-    // SAFETY: the signatures are those of nvrtc.h, and the buffer has the size that the first call tells.
-    unsafe {
-        let size: Symbol<unsafe extern "C" fn(Program, *mut usize) -> c_int> =
-            nvrtc.get(size).map_err(|e| e.to_string())?;
-        let get: Symbol<unsafe extern "C" fn(Program, *mut c_char) -> c_int> =
-            nvrtc.get(get).map_err(|e| e.to_string())?;
-        let mut bytes = 0;
-        if size(program, &raw mut bytes) != 0 || bytes == 0 {
-            return Err("NVRTC has no text".into());
-        }
-        let mut text = vec![0u8; bytes];
-        if get(program, text.as_mut_ptr().cast()) != 0 {
-            return Err("NVRTC gave no text".into());
-        }
-        let text = CStr::from_bytes_until_nul(&text).map_err(|e| e.to_string())?;
-        text.to_str().map(str::to_owned).map_err(|e| e.to_string())
+fn compile(nvrtc: &Library, source: &str) -> Result<String, String> {
+    let source = CString::new(source).map_err(|e| e.to_string())?;
+    let create: Create = function(nvrtc, "nvrtcCreateProgram")?;
+    let compile: Compile = function(nvrtc, "nvrtcCompileProgram")?;
+    let mut program = std::ptr::null_mut();
+    let (out, text, none) = (&raw mut program, source.as_ptr(), std::ptr::null());
+    // SAFETY: the source and the place for the program live across the call; there are no headers.
+    match unsafe { create(out, text, std::ptr::null(), 0, none, none) } {
+        0 => {}
+        code => return Err(format!("nvrtcCreateProgram returned {code}")),
     }
+    let options = [ARCHITECTURE.as_ptr()];
+    // SAFETY: the program is live, and the options live across the call.
+    match unsafe { compile(program, options.len() as c_int, options.as_ptr()) } {
+        0 => {}
+        code => {
+            let log = text_of(nvrtc, program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog")?;
+            return Err(format!("nvrtcCompileProgram returned {code}: {log}"));
+        }
+    }
+    let ptx = text_of(nvrtc, program, "nvrtcGetPTXSize", "nvrtcGetPTX")?;
+    // Without the compiler's own heading, which names builds, and the variables that it adds to every program.
+    let own = |line: &&str| !line.starts_with("//") && !line.contains("2nv6target");
+    let lines = ptx.lines().filter(own).skip_while(|line| line.is_empty());
+    Ok(lines.flat_map(|line| [line.trim_end(), "\n"]).collect::<String>().trim_end().to_owned() + "\n")
+}
+
+/// A text of a live program, by the functions that tell its size and give it.
+fn text_of(nvrtc: &Library, program: Program, size: &str, get: &str) -> Result<String, String> {
+    let (size, get): (Size, Text) = (function(nvrtc, size)?, function(nvrtc, get)?);
+    let mut bytes = 0;
+    // SAFETY: the program is live.
+    if unsafe { size(program, &raw mut bytes) } != 0 || bytes == 0 {
+        return Err("NVRTC has no text".into());
+    }
+    let mut text = vec![0u8; bytes];
+    // SAFETY: the program is live, and the buffer has the size that was told.
+    if unsafe { get(program, text.as_mut_ptr().cast()) } != 0 {
+        return Err("NVRTC gave no text".into());
+    }
+    let text = CStr::from_bytes_until_nul(&text).map_err(|e| e.to_string())?;
+    text.to_str().map(str::to_owned).map_err(|e| e.to_string())
 }

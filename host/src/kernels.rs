@@ -46,16 +46,6 @@ pub fn of_ptx(text: &str) -> Outcome<Vec<&'static Kernel>> {
 #[derive(Clone, Copy)]
 pub struct Arguments(pub *const *const c_void);
 
-impl Arguments {
-    /// # Safety
-    ///
-    /// The array has `index + 1` entries, and that one points to a `T`.
-    unsafe fn get<T: Copy>(self, index: usize) -> T {
-        // SAFETY: the caller's contract.
-        unsafe { (*self.0.add(index)).cast::<T>().read_unaligned() }
-    }
-}
-
 impl Kernel {
     /// Queues one launch; how many threads there would be makes no difference to what these kernels do.
     ///
@@ -75,20 +65,18 @@ impl Kernel {
 /// `kernels/topk_idx.cu` for indices of `WIDTH` bytes.
 unsafe fn copy_topk_idx<const WIDTH: usize>(arguments: Arguments, stream: &Arc<Stream>) -> Outcome<()> {
     // SAFETY: the caller passes these six.
-    let (given, copied, not_experts, tokens, top_k, num_experts): (u64, u64, u64, u32, u32, u32) = unsafe {
-        (arguments.get(0), arguments.get(1), arguments.get(2), arguments.get(3), arguments.get(4), arguments.get(5))
-    };
-    let (top_k, indices) = (top_k as usize, tokens as usize * top_k as usize);
+    let pointers = unsafe { arguments.0.cast::<[*const c_void; 6]>().read() };
+    // SAFETY: the first three are addresses.
+    let address = |index: usize| unsafe { pointers[index].cast::<u64>().read_unaligned() };
+    // SAFETY: the others are numbers of 32 bits.
+    let number = |index: usize| unsafe { pointers[index].cast::<u32>().read_unaligned() };
+    let (tokens, top_k, num_experts) = (number(3) as usize, number(4) as usize, number(5));
+    let indices = tokens * top_k;
     // SAFETY: the caller vouches for the memory.
-    let [given, copied, not_experts] = unsafe {
-        [
-            Span::new(given as *const c_void, indices * WIDTH)?,
-            Span::new(copied as *const c_void, indices * 8)?,
-            Span::new(not_experts as *const c_void, 4)?,
-        ]
-    };
+    let span = |index: usize, bytes: usize| unsafe { Span::new(address(index) as *const c_void, bytes) };
+    let (given, copied, not_experts) = (span(0, indices * WIDTH)?, span(1, indices * 8)?, span(2, 4)?);
     let run = move || {
-        check::written("nvte_ep_copy_topk_idx: topk_idx", &given, top_k * WIDTH, 0..tokens as usize)?;
+        check::written("nvte_ep_copy_topk_idx: topk_idx", &given, top_k * WIDTH, 0..tokens)?;
         let mut found = 0u32;
         let mut row = vec![0i64; top_k];
         for first in (0..indices).step_by(top_k.max(1)) {

@@ -64,7 +64,9 @@ pub unsafe extern "C" fn cuModuleGetFunction(hfunc: *mut CUfunction, hmod: CUmod
             return Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, "cuModuleGetFunction: an argument is NULL"));
         }
         // SAFETY: live, by the caller's word.
-        let (module, name) = unsafe { (&*hmod.cast::<Module>(), CStr::from_ptr(name)) };
+        let module = unsafe { &*hmod.cast::<Module>() };
+        // SAFETY: a C string, by the caller's word.
+        let name = unsafe { CStr::from_ptr(name) };
         let found = module.0.iter().find(|kernel| kernel.name.as_bytes() == name.to_bytes());
         let kernel: &'static Kernel =
             found.ok_or_else(|| Fault::cuda(CUDA_ERROR_NOT_FOUND, format!("the module has no kernel {name:?}")))?;
