@@ -32,7 +32,11 @@ if [ -n "${NVTE_EP_TE_LIBRARY_DIR:-}" ]; then
 else
   echo "skipped: TransformerEngine's library (set NVTE_EP_TE_LIBRARY_DIR)"
 fi
-for order in $("$bundle/test_teardown" --list); do check "test_teardown $order" mpi 2 "$bundle/test_teardown" "$order"; done
+for order in $("$bundle/test_teardown" --list); do
+  # Under MPS a trap fails every rank of the GPU, and NCCL EP aborts in those that are launching.
+  if [ "$order" = overflow_that_traps ] && [ "$(nvidia-smi -L | wc -l)" -lt 2 ]; then echo "skipped: $order takes a GPU for each of 2 ranks"; continue; fi
+  check "test_teardown $order" mpi 2 "$bundle/test_teardown" "$order"
+done
 check "test_boundary" $limit "$bundle/test_boundary"
 check "test_tensor" $limit "$bundle/test_tensor"
 check "test_stub" env LD_LIBRARY_PATH="$bundle/stub:$LD_LIBRARY_PATH" "$bundle/test_stub"
