@@ -153,8 +153,8 @@ mod tests {
             let config = GroupConfig::try_from(request(zero_copy, rows)).ok()?;
             let layer = LayerConfig::parse("layer_config", top_k, 0).ok()?;
             layer.check_against(&config).ok()?;
-            let handle = handle_bytes(&config, top_k as u32, 132) >> 20;
-            Some((gib(GroupMemory::of(&config).total()), format!("{handle}")))
+            let handle = handle_bytes(&config, top_k as u32, 132) as f64 / (1u64 << 20) as f64;
+            Some((gib(GroupMemory::of(&config).total()), format!("{handle:.1}")))
         };
         // Twice what a balanced routing brings a rank, and what any routing can bring it.
         let (twice, any) = (2 * tokens * top_k, ranks * tokens * top_k.min(experts / ranks));

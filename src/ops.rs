@@ -464,7 +464,7 @@ fn recv_rows(tensor: &TensorView, rows: usize, group: &GroupConfig, prepared: Pr
             Some(total) if (rows as u64) < total => {
                 let required = format!("must have at least the rows that this rank receives in this step, {total}");
                 Err(Error::argument(tensor.name, required, format!("{:?}", tensor.shape))
-                    .with_remedy("size it by the total that prepare reported"))
+                    .with_remedy("size it by nvte_ep_ext_recv_totals, or by the total that prepare reported"))
             }
             _ => Ok(rows),
         },
@@ -939,7 +939,7 @@ mod tests {
         for (text, name) in texts(total(38)).iter().zip(names) {
             let expected = format!(
                 "{name} must have at least the rows that this rank receives in this step, 38, got [37, 512]; size it by \
-                 the total that prepare reported"
+                 nvte_ep_ext_recv_totals, or by the total that prepare reported"
             );
             assert_eq!(text.as_deref(), Some(&*expected));
         }

@@ -20,6 +20,7 @@ pub type cudaError = ::std::os::raw::c_uint;
 pub type cudaMemoryType = ::std::os::raw::c_uint;
 pub type cudaMemcpyKind = ::std::os::raw::c_uint;
 pub type cudaStreamCaptureStatus = ::std::os::raw::c_uint;
+pub type cudaStreamCaptureMode = ::std::os::raw::c_uint;
 pub type cudaDeviceAttr = ::std::os::raw::c_uint;
 pub type cudaStream_t = *mut CUstream_st;
 pub type cudaGraphNode_t = *mut CUgraphNode_st;
@@ -751,6 +752,9 @@ pub const cudaMemcpyDefault: cudaMemcpyKind = 4;
 pub const cudaStreamCaptureStatusNone: cudaStreamCaptureStatus = 0;
 pub const cudaStreamCaptureStatusActive: cudaStreamCaptureStatus = 1;
 pub const cudaStreamCaptureStatusInvalidated: cudaStreamCaptureStatus = 2;
+pub const cudaStreamCaptureModeGlobal: cudaStreamCaptureMode = 0;
+pub const cudaStreamCaptureModeThreadLocal: cudaStreamCaptureMode = 1;
+pub const cudaStreamCaptureModeRelaxed: cudaStreamCaptureMode = 2;
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of cudaPointerAttributes"][::std::mem::size_of::<cudaPointerAttributes>() - 88usize];

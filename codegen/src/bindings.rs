@@ -49,6 +49,7 @@ const TYPES: &[&str] = &[
     "cudaMemcpyKind",
     "cudaMemoryType",
     "cudaDeviceAttr",
+    "cudaStreamCaptureMode",
     "cudaStreamCaptureStatus",
     "cudaPointerAttributes",
     "cudaGraphExecUpdate(Result|ResultInfo)",

@@ -77,6 +77,8 @@ typedef struct cudaGraphExecUpdateResultInfo_st cudaGraphExecUpdateResultInfo;
  */
 typedef void (*cudaHostFn_t)(void *userData);
 
+typedef unsigned int cudaStreamCaptureMode;
+
 #define cudaSuccess 0
 
 #define cudaErrorInvalidValue 1
@@ -368,6 +370,12 @@ typedef void (*cudaHostFn_t)(void *userData);
 #define cudaStreamCaptureStatusActive 1
 
 #define cudaStreamCaptureStatusInvalidated 2
+
+#define cudaStreamCaptureModeGlobal 0
+
+#define cudaStreamCaptureModeThreadLocal 1
+
+#define cudaStreamCaptureModeRelaxed 2
 
 #define cudaDevAttrMaxThreadsPerBlock 1
 

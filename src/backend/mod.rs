@@ -782,8 +782,8 @@ impl Backend {
                 if is_fatal(call, *code) =>
             {
                 let text = format!(
-                    "{text}; a step that needs more rows than max_recv_tokens_per_rank, {rows}, ends this way (raise it, or \
-                     initialize with overflow = drop); the process has to end"
+                    "{text}; if a step needed more rows than max_recv_tokens_per_rank, {rows}: raise it, or initialize with \
+                     overflow = drop; the process has to end"
                 );
                 Error::Library { call, code: *code, text }
             }
