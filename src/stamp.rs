@@ -15,8 +15,8 @@ pub(crate) const STAMP_BYTES: usize = 256;
 pub(crate) const TOTAL_OFFSET: usize = 8;
 /// Where it holds the number of the step's indices that are no expert, as one uint32.
 pub(crate) const NOT_EXPERTS_OFFSET: usize = 16;
-/// The bytes of both, which are zero when a prepare starts.
-pub(crate) const COUNTERS: std::ops::Range<usize> = TOTAL_OFFSET..20;
+/// Where stamp and counters end; all of it is zero when a prepare starts.
+pub(crate) const COUNTERS_END: usize = NOT_EXPERTS_OFFSET + size_of::<u32>();
 
 /// The two words of a stamp: a packed description with a check of everything, and the token count.
 ///

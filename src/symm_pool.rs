@@ -18,6 +18,8 @@ const SEGMENT_ALIGNMENT: u64 = 2 << 20;
 struct Region {
     bytes: u64,
     window: usize,
+    /// Which registration of the group this was, from 1: the same number on every rank.
+    number: u64,
     /// Offset and length of what is free, in a segment of the pool; none for memory that a caller owns.
     free: Option<BTreeMap<u64, u64>>,
     /// Offset and length of what is handed out.
@@ -77,6 +79,7 @@ pub struct SymmPool {
     order: Vec<u64>,
     smallest_segment: u64,
     history: u64,
+    registrations: u64,
     peak: u64,
 }
 
@@ -118,7 +121,9 @@ impl SymmPool {
 
     /// Adds a segment that was allocated at `base` and registered as `window`.
     pub fn add_segment(&mut self, base: u64, bytes: u64, window: usize) {
-        let region = Region { bytes, window, free: Some(BTreeMap::from([(0, bytes)])), live: BTreeMap::new() };
+        let free = Some(BTreeMap::from([(0, bytes)]));
+        self.registrations += 1;
+        let region = Region { bytes, window, number: self.registrations, free, live: BTreeMap::new() };
         self.regions.insert(base, region);
         self.order.push(base);
         self.note(("segment", bytes));
@@ -186,7 +191,9 @@ impl SymmPool {
 
     /// Adds a caller's memory at `base`, registered as `window`.
     pub fn add_registered(&mut self, base: u64, bytes: u64, window: usize) {
-        let region = Region { bytes, window, free: None, live: BTreeMap::from([(0, bytes)]) };
+        self.registrations += 1;
+        let live = BTreeMap::from([(0, bytes)]);
+        let region = Region { bytes, window, number: self.registrations, free: None, live };
         self.regions.insert(base, region);
         self.note(("register", bytes));
     }
@@ -205,13 +212,13 @@ impl SymmPool {
         }
     }
 
-    /// The window of a caller's memory that starts at `base`.
+    /// The window of a caller's memory that starts at `base`, and which registration it was.
     ///
     /// # Errors
     /// An address where no such memory starts.
-    pub fn registered(&self, base: u64) -> Result<usize> {
+    pub fn registered(&self, base: u64) -> Result<(usize, u64)> {
         match self.regions.get(&base) {
-            Some(Region { free: None, window, .. }) => Ok(*window),
+            Some(Region { free: None, window, number, .. }) => Ok((*window, *number)),
             _ => {
                 let required = "must be an address given to nvte_ep_ext_window_register, not deregistered since";
                 Err(Error::argument("ptr", required, format!("{base:#x}")))
@@ -224,9 +231,9 @@ impl SymmPool {
     /// # Errors
     /// As [`SymmPool::registered`].
     pub fn remove_registered(&mut self, base: u64) -> Result<()> {
-        self.registered(base)?;
-        let bytes = self.regions.remove(&base).map(|region| region.bytes);
-        self.note(("deregister", bytes));
+        let (_, number) = self.registered(base)?;
+        self.regions.remove(&base);
+        self.note(("deregister", number));
         Ok(())
     }
 
@@ -374,7 +381,9 @@ mod tests {
         assert_eq!((place.window, place.room), (Window { handle: 9, offset: 0x100 }, 8192 - 0x100));
         assert_eq!(pool.statistics().registered, 1);
         assert!(pool.remove_registered(0x1000_0000).is_err(), "the pool's own");
-        assert_eq!(pool.registered(0x2000_0000).unwrap(), 9);
+        assert_eq!(pool.registered(0x2000_0000).unwrap().0, 9);
+        let (_, number) = pool.registered(0x2000_0000).unwrap();
+        assert_eq!(number, pool.registrations, "the latest");
         pool.remove_registered(0x2000_0000).unwrap();
         assert!(pool.remove_registered(0x2000_0000).is_err());
         assert_eq!(pool.place_of(0x2000_0100), None);

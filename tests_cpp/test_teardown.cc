@@ -292,6 +292,42 @@ int LateInitialize() {
   return failed ? 1 : 0;
 }
 
+// The same in nvte_ep_ext_symm_alloc: the late rank gets no memory that its peers do not have.
+int LateSymmAlloc() {
+  if (!ReadHostStats()) {
+    std::printf("skipped: it leaves a collective behind, which on a GPU spins until the process ends\n");
+    return Leave();
+  }
+  auto* const group = new Group(Shape().Config(), Options{{"timeout_ms", "500"}});
+  const auto alloc = [] {
+    void* data = nullptr;
+    nvte_ep_ext_symm_alloc(4096, &data, nullptr, nullptr);
+  };
+  const auto refused = [&](const char* text) {
+    try {
+      alloc();
+      Fail("nvte_ep_ext_symm_alloc went through");
+    } catch (const std::exception& error) {
+      if (std::strstr(error.what(), text) == nullptr) Fail(error.what());
+    }
+  };
+  alloc();
+  if (World::Get().rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  refused("ms for all ranks to call nvte_ep_ext_symm_alloc");
+  refused("an earlier call did not end");
+  NVTEEpExtMemoryUsage usage = {};
+  usage.struct_size = sizeof usage;
+  nvte_ep_ext_memory_usage(&usage);
+  if (usage.symm_allocations != 1) Fail("the late call left an allocation");
+  static_cast<void>(group);
+  const int mine = failed ? 1 : 0;
+  int any = 0;
+  MPI_Allreduce(&mine, &any, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
+  MPI_Finalize();
+  // The group cannot be shut down: a rank's call is still on its communicator.
+  std::_Exit(any);
+}
+
 // A mistake, and the library says so: the communicator has to outlive shutdown.
 int DestroyThenShutdown() {
   if (!ReadHostStats()) {
@@ -377,6 +413,7 @@ constexpr Order kOrders[] = {
     {"shutdown_from_another_thread", ShutdownFromAnotherThread},
     {"shutdown_in_forked_child", ShutdownInForkedChild},
     {"late_initialize", LateInitialize},
+    {"late_symm_alloc", LateSymmAlloc},
     {"destroy_then_shutdown", DestroyThenShutdown},
     // Last: on a GPU that ranks share, this fails the device for all of its processes.
     {"overflow_that_traps", OverflowThatTraps},

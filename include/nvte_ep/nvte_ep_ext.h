@@ -24,11 +24,12 @@ typedef struct NVTEEpExtRecvTotals {
    */
   uint64_t needed;
   /**
-   * Rows of those that the receive buffers hold.
+   * Rows of the receive buffers that they take up. In a staged group that drops, some of these may be zeroes, in the
+   * place of rows that are dropped by their token (docs/options.md).
    */
   uint64_t received;
   /**
-   * Rows of those that are dropped; 0 unless the group drops.
+   * Rows that have no place, needed - received; 0 unless the group drops.
    */
   uint64_t dropped;
   /**

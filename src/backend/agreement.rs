@@ -154,8 +154,7 @@ impl Meeting {
     ///
     /// # Safety
     /// The communicator is live.
-    pub(crate) unsafe fn confirm(&self, limit: Option<Duration>) -> Result<()> {
-        let what = "all ranks to go on with nvte_ep_initialize";
+    pub(crate) unsafe fn confirm(&self, limit: Option<Duration>, what: &str) -> Result<()> {
         // SAFETY: the caller vouches for the communicator.
         unsafe { self.all_gather(Kind::Confirm, [0; RECORD], limit, what) }.map(|_| ())
     }

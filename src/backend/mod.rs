@@ -17,7 +17,7 @@ use crate::memory::GroupMemory;
 use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Payloads, Prepare, Prepared};
 use crate::options::Options;
 use crate::preflight::{self, GroupVariables, Place};
-use crate::stamp::{COUNTERS, NOT_EXPERTS_OFFSET, STAMP_BYTES, Stamp, TOTAL_OFFSET};
+use crate::stamp::{COUNTERS_END, NOT_EXPERTS_OFFSET, STAMP_BYTES, Stamp, TOTAL_OFFSET};
 use crate::symm_pool::{self, PoolStatistics};
 use crate::sys::cuda::Stream;
 use crate::sys::nccl::CommFacts;
@@ -141,8 +141,11 @@ fn agreed(config: &GroupConfig, options: &Options, nccl: i32) -> Vec<(String, u6
         (config.dialect.sm_field, config.max_num_sms.unwrap_or(0).into()),
         ("max_token_dtype", config.max_token_dtype as u64),
         ("zero_copy", config.transfer as u64),
-        ("num_topk", config.num_topk.unwrap_or(0).into()),
-        ("drop_on_overflow", config.overflow as u64),
+    ];
+    // Fields in one ABI and options in the other.
+    let by_dialect = [
+        (config.dialect.num_topk.to_owned(), config.num_topk.unwrap_or(0).into()),
+        (config.dialect.overflow.to_owned(), config.overflow as u64),
     ];
     let ours = version(env!("CARGO_PKG_VERSION_MAJOR")) << 32
         | version(env!("CARGO_PKG_VERSION_MINOR")) << 16
@@ -159,7 +162,7 @@ fn agreed(config: &GroupConfig, options: &Options, nccl: i32) -> Vec<(String, u6
     ];
     let options = options.into_iter().map(|(name, value)| (format!("option {name}"), value));
     let fields = fields.into_iter().map(|(name, value)| (format!("group_config.{name}"), value));
-    fields.chain(options).chain(versions).collect()
+    fields.chain(by_dialect).chain(options).chain(versions).collect()
 }
 
 /// Creates the EP group of the calling thread's current device over `comm`. Collective.
@@ -591,7 +594,7 @@ impl Backend {
             .and_then(|sms| {
                 // All ranks come here or none does: what was compared is the same on all of them.
                 // SAFETY: the caller vouches for `comm`.
-                unsafe { meeting.confirm(env.timeout) }.map(|()| sms)
+                unsafe { meeting.confirm(env.timeout, "all ranks to go on with nvte_ep_initialize") }.map(|()| sms)
             });
         let (library, index_copier, sms) = match (ready, agreed) {
             (Ok((library, index_copier)), Ok(sms)) => (library, index_copier, sms),
@@ -915,9 +918,10 @@ impl Backend {
         let entry = self.handles.start_prepare(handle.key).expect("built just now");
         let (memory, total, cuda) = (handle.mem.data, total_of(&handle.mem, call), &self.base.cuda);
         let (copied, not_experts) = (memory + layer.index_offset() as u64, memory + NOT_EXPERTS_OFFSET as u64);
-        // Of the total's two words the kernels write as many as its dtype has.
+        // Of the total's two words the kernels write as many as its dtype has. The stamp goes too: should the exchange
+        // fail, the memory holds no routing, wherever its bytes are moved.
         // SAFETY: the handle memory starts with room for the stamp and its counters.
-        unsafe { cuda.zero(memory + COUNTERS.start as u64, COUNTERS.len(), stream) }?;
+        unsafe { cuda.zero(memory, COUNTERS_END, stream) }?;
         let experts = self.config.num_experts;
         // SAFETY: the caller vouches for tensors and stream; the handle memory ends with room for the copy.
         let topk_idx = unsafe { self.index_copier.copy(&call.topk_idx, copied, not_experts, experts, stream) }?;

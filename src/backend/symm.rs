@@ -53,9 +53,6 @@ impl Symm {
     /// # Safety
     /// The communicator is live.
     unsafe fn agree(&self, meeting: &Meeting, what: &str, number: (&str, u64), refusal: Option<&Error>) -> Result<()> {
-        if let Some(broken) = &self.broken {
-            return Err(Error::State(format!("{broken}; end the group and make a new communicator")));
-        }
         let (base, device) = (self.base, self.device);
         bounded(self.limit, "the work queued on the device", move || {
             base.cuda.set_current_device(device)?;
@@ -69,7 +66,18 @@ impl Symm {
         };
         // SAFETY: passed on.
         let statements = unsafe { meeting.exchange(Kind::Symmetric, &own, self.limit, what) }?;
-        agreement::compare(&[number.0.to_owned(), HISTORY.to_owned()], &statements)
+        agreement::compare(&[number.0.to_owned(), HISTORY.to_owned()], &statements)?;
+        // A rank that came too late finds what those said that have given up since: they do not come here.
+        // SAFETY: passed on.
+        unsafe { meeting.confirm(self.limit, what) }
+    }
+
+    /// Fails once ranks may differ, before anything is begun.
+    fn require_unbroken(&self) -> Result<()> {
+        match &self.broken {
+            Some(broken) => Err(Error::State(format!("{broken}; end the group and make a new communicator"))),
+            None => Ok(()),
+        }
     }
 
     /// As [`Symm::agree`]; where the others did not come, no later call can be trusted.
@@ -97,6 +105,7 @@ impl Symm {
     /// # Safety
     /// The communicator is live.
     pub(super) unsafe fn alloc(&mut self, meeting: &Meeting, bytes: u64) -> Result<Place> {
+        self.require_unbroken()?;
         let what = "all ranks to call nvte_ep_ext_symm_alloc";
         // A rank that cannot go on says so to all of them.
         let plan = self.pool.plan(bytes);
@@ -139,6 +148,7 @@ impl Symm {
     /// The communicator is live; the memory is NCCL's or of the driver's virtual memory functions, and stays until it is
     /// deregistered.
     pub(super) unsafe fn window_register(&mut self, meeting: &Meeting, address: u64, bytes: u64) -> Result<Window> {
+        self.require_unbroken()?;
         let what = "all ranks to call nvte_ep_ext_window_register";
         let unit = u64::from(b::NCCL_WIN_REQUIRED_ALIGNMENT);
         let fit = if bytes == 0 {
@@ -146,7 +156,7 @@ impl Symm {
         } else if address == 0 || !address.is_multiple_of(unit) {
             Err(Error::argument("ptr", format!("must be a multiple of {unit}, not NULL"), format!("{address:#x}")))
         } else {
-            self.pool.check_unregistered(address, bytes)
+            self.pool.check_unregistered(address, bytes).and_then(|()| self.require_device_memory(address))
         };
         // SAFETY: passed on.
         let agreed = unsafe { self.settle(meeting, what, ("bytes", bytes), fit.as_ref().err()) };
@@ -157,17 +167,29 @@ impl Symm {
         Ok(Window { handle, offset: 0 })
     }
 
+    /// NCCL fails on one rank alone, with the others waiting, for memory that is no device memory.
+    fn require_device_memory(&self, address: u64) -> Result<()> {
+        if self.base.cuda.is_device_memory(address) {
+            return Ok(());
+        }
+        let found = format!("{address:#x}, which the driver does not know as such");
+        Err(Error::argument("ptr", "must be device memory of ncclMemAlloc or of the driver's virtual memory", found))
+    }
+
     /// Ends what [`Symm::window_register`] began; collective, and behind all queued work of all ranks, so that no peer
     /// uses the window any more.
     ///
     /// # Safety
     /// The communicator is live.
     pub(super) unsafe fn window_deregister(&mut self, meeting: &Meeting, address: u64) -> Result<()> {
+        self.require_unbroken()?;
         let what = "all ranks to call nvte_ep_ext_window_deregister";
         let window = self.pool.registered(address);
+        let number = window.as_ref().map_or(0, |(_, number)| *number);
         // SAFETY: passed on.
-        let agreed = unsafe { self.settle(meeting, what, ("state of ptr", 0), window.as_ref().err()) };
-        let window = agreed.and(window)?;
+        let agreed =
+            unsafe { self.settle(meeting, what, ("registration, by its number,", number), window.as_ref().err()) };
+        let (window, _) = agreed.and(window)?;
         self.pool.remove_registered(address)?;
         self.deregister(window)
     }

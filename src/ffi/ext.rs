@@ -23,9 +23,10 @@ pub struct NVTEEpExtRecvTotals {
     pub struct_size: usize,
     /// Rows that arrive, before any are dropped.
     pub needed: u64,
-    /// Rows of those that the receive buffers hold.
+    /// Rows of the receive buffers that they take up. In a staged group that drops, some of these may be zeroes, in the
+    /// place of rows that are dropped by their token (docs/options.md).
     pub received: u64,
-    /// Rows of those that are dropped; 0 unless the group drops.
+    /// Rows that have no place, needed - received; 0 unless the group drops.
     pub dropped: u64,
     /// Indices of this rank's topk_idx that are num_experts or more: they name no expert, and routed nowhere.
     pub not_experts: u64,

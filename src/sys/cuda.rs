@@ -39,6 +39,7 @@ fn_table! {
         cuMemcpyHtoDAsync_v2: fn(b::CUdeviceptr, *const c_void, usize, b::CUstream) -> b::CUresult;
         cuMemcpyAsync: fn(b::CUdeviceptr, b::CUdeviceptr, usize, b::CUstream) -> b::CUresult;
         cuMemcpyDtoHAsync_v2: fn(*mut c_void, b::CUdeviceptr, usize, b::CUstream) -> b::CUresult;
+        cuPointerGetAttribute: fn(*mut c_void, b::CUpointer_attribute, b::CUdeviceptr) -> b::CUresult;
         cuModuleLoadData: fn(*mut b::CUmodule, *const c_void) -> b::CUresult;
         cuModuleUnload: fn(b::CUmodule) -> b::CUresult;
         cuModuleGetFunction: fn(*mut b::CUfunction, b::CUmodule, *const c_char) -> b::CUresult;
@@ -329,6 +330,16 @@ impl Cuda {
         // SAFETY: `mode` is live, and the thread's own mode again.
         self.check("cuThreadExchangeStreamCaptureMode", unsafe { exchange(&raw mut mode) })?;
         if code == b::CUDA_ERROR_NOT_READY { Ok(()) } else { self.check("cuStreamQuery", code) }
+    }
+
+    /// Whether an address lies in memory that the driver knows as a device's.
+    pub fn is_device_memory(&self, address: u64) -> bool {
+        let mut kind: c_uint = 0;
+        let (out, attribute) = ((&raw mut kind).cast(), b::CU_POINTER_ATTRIBUTE_MEMORY_TYPE);
+        // SAFETY: `kind` is live and an unsigned int, as this attribute is; any address may be asked about.
+        let code = unsafe { (self.cuPointerGetAttribute)(out, attribute, address) };
+        // The driver numbers kinds of memory as the runtime does.
+        code == b::CUDA_SUCCESS && kind == b::cudaMemoryTypeDevice
     }
 
     /// Whether `stream` is being captured into a graph.

@@ -66,7 +66,8 @@ pub(super) fn base(env: &Env) -> Result<Base> {
             nccl_path: None,
         });
     }
-    let remedy = "install the NVIDIA driver, or set NVTE_EP_RUNTIME=host to run without a GPU";
+    let remedy =
+        "install the NVIDIA driver, or set NVTE_EP_RUNTIME=host (nvte-ep run: --runtime host) to run without a GPU";
     let driver = open_first("the CUDA driver", remedy, ["libcuda.so.1".into()])?;
     let nccl = nccl_library(env)?;
     let table = nccl::Nccl::from_library(nccl).map_err(|e| incomplete("NCCL", &e))?;

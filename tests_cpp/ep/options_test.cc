@@ -141,8 +141,9 @@ TEST_F(GroupOptions, RanksThatDiffer) {
     const std::string name = options[0].first;
     Refuses(GroupShape(), options, {"all ranks must pass the same option " + name + ": rank 1 has"});
   }
-  Refuses(GroupShape(), {{"num_topk", rank == 1 ? "3" : "2"}}, {"same group_config.num_topk: rank 1 has 3"});
-  Refuses(GroupShape(), {{"overflow", rank == 1 ? "drop" : "trap"}}, {"drop_on_overflow: rank 1 has 1"});
+  Refuses(GroupShape(), {{"num_topk", rank == 1 ? "3" : "2"}}, {std::string("same ") + kNumTopk + ": rank 1 has 3"});
+  Refuses(GroupShape(), {{"overflow", rank == 1 ? "drop" : "trap"}},
+          {std::string("same ") + kOverflow + ": rank 1 has 1"});
 }
 
 // What these change is seen elsewhere, if at all; the steps are right with each.

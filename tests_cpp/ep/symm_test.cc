@@ -201,6 +201,28 @@ TEST(Symm, RegisteredMemory) {
   TEST_NCCL(ncclMemFree(data));
 }
 
+// What one rank alone gets wrong is refused on all of them, and the next call works.
+TEST(Symm, RegisteredByRanksThatDiffer) {
+  SmallSegments group;
+  constexpr std::size_t kBytes = 2 << 20;
+  void *first = nullptr, *second = nullptr;
+  TEST_NCCL(ncclMemAlloc(&first, kBytes));
+  TEST_NCCL(ncclMemAlloc(&second, kBytes));
+  const int rank = World::Get().rank();
+  alignas(4096) static char pageable[4096];
+  EXPECT_TRUE(Throws("nvte_ep_ext_window_register", {"rank 1 cannot take part", "ptr", "must be device memory"},
+                     [&] { nvte_ep_ext_window_register(rank == 1 ? pageable : first, 4096, nullptr); }));
+  nvte_ep_ext_window_register(first, kBytes, nullptr);
+  nvte_ep_ext_window_register(second, kBytes, nullptr);
+  EXPECT_TRUE(Throws("nvte_ep_ext_window_deregister", {"the same registration", "rank 1 has 2, rank 0 has 1"},
+                     [&] { nvte_ep_ext_window_deregister(rank == 1 ? second : first); }));
+  nvte_ep_ext_window_deregister(second);
+  nvte_ep_ext_window_deregister(first);
+  group.Shutdown();
+  TEST_NCCL(ncclMemFree(first));
+  TEST_NCCL(ncclMemFree(second));
+}
+
 // Payloads in registered memory, found by their addresses.
 TEST(Symm, StepsOverRegisteredMemory) {
   GroupShape shape;

@@ -19,6 +19,8 @@ namespace test {
 // Names in messages.
 inline constexpr char kHandleMem[] = "handle.mem";
 inline constexpr char kCounts[] = "token_counts";
+inline constexpr char kNumTopk[] = "option num_topk";
+inline constexpr char kOverflow[] = "option overflow";
 inline constexpr char kSmLimit[] = "max_num_sms";
 inline constexpr char kLayerFunction[] = "nvte_ep_register_layer";
 

@@ -18,6 +18,8 @@ namespace test {
 // Names in messages.
 inline constexpr char kHandleMem[] = "handle_mem";
 inline constexpr char kCounts[] = "recv_tokens_per_expert";
+inline constexpr char kNumTopk[] = "group_config.num_topk";
+inline constexpr char kOverflow[] = "group_config.drop_on_overflow";
 inline constexpr char kSmLimit[] = "num_comm_sms";
 inline constexpr char kLayerFunction[] = "nvte_ep_handle_mem_size";
 
