@@ -841,14 +841,9 @@ impl Backend {
         }
         // SAFETY: passed on; the stream does not capture.
         let [low, high] = unsafe { self.base.cuda.read_words(handle.mem.data + TOTAL_OFFSET as u64, stream) }?;
-        let prepared = Prepared { recv_total: Some(u64::from(high) << 32 | u64::from(low)), ..prepared };
-        if let Some(entry) = self.handles.get_mut(handle.key)
-            && entry.memory == handle.mem.data
-            && entry.prepared.is_some()
-        {
-            entry.prepared = Some(prepared);
-        }
-        Ok(prepared)
+        let total = u64::from(high) << 32 | u64::from(low);
+        self.handles.note_total(handle.mem.data, total);
+        Ok(Prepared { recv_total: Some(total), ..prepared })
     }
 
     /// Eager mode has the host read each step's total, which a graph cannot.
