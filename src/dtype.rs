@@ -57,6 +57,11 @@ const TABLE: [Row; 11] = [
 ];
 
 impl DType {
+    /// The type whose place in the list of all is `index`.
+    pub(crate) fn from_index(index: usize) -> Option<Self> {
+        TABLE.get(index).map(|row| row.dtype)
+    }
+
     /// The type with TransformerEngine's number `code`.
     #[must_use]
     pub fn from_nvte(code: i32) -> Option<Self> {

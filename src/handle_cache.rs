@@ -6,7 +6,7 @@ use crate::config::{LayerConfig, Relocation};
 use crate::error::{Error, Result};
 use crate::ops::Prepared;
 use lru::LruCache;
-use std::collections::HashMap;
+use rustc_hash::{FxBuildHasher, FxHashMap};
 
 /// What identifies a layer's routing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -44,9 +44,9 @@ pub enum Lookup {
 /// Handles by key.
 #[derive(Debug)]
 pub struct HandleCache<H> {
-    entries: LruCache<HandleKey, Entry<H>>,
+    entries: LruCache<HandleKey, Entry<H>, FxBuildHasher>,
     /// Which key prepared a piece of memory last: registered layers may share one.
-    owners: HashMap<u64, HandleKey>,
+    owners: FxHashMap<u64, HandleKey>,
     relocation: Relocation,
     limit: Option<usize>,
 }
@@ -55,7 +55,12 @@ impl<H> HandleCache<H> {
     /// An empty cache that holds `limit` handles.
     #[must_use]
     pub fn new(relocation: Relocation, limit: Option<usize>) -> Self {
-        Self { entries: LruCache::unbounded(), owners: HashMap::new(), relocation, limit }
+        Self {
+            entries: LruCache::unbounded_with_hasher(FxBuildHasher),
+            owners: FxHashMap::default(),
+            relocation,
+            limit,
+        }
     }
 
     /// What is there for `key` over `memory` as a handle of `layer`.
@@ -139,8 +144,8 @@ impl<H> HandleCache<H> {
     }
 
     /// All handles, for tear-down.
-    pub fn into_handles(self) -> impl Iterator<Item = H> {
-        self.entries.into_iter().map(|(_, entry)| entry.handle)
+    pub fn into_handles(mut self) -> impl Iterator<Item = H> {
+        std::iter::from_fn(move || self.entries.pop_lru().map(|(_, entry)| entry.handle))
     }
 }
 

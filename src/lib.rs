@@ -18,6 +18,7 @@
 //! | [`handle_cache`] | which NCCL EP handle serves which layer |
 //! | `stamp` | what a piece of handle memory says of itself |
 //! | `desc` | from tensors to NCCL EP's descriptors |
+//! | `progress` | how far each rank has come, for who waits too long |
 //! | `preflight` | what would make the libraries below abort or hang, looked at first |
 //! | [`sys`] | the loaded libraries |
 //! | [`ffi`] | what the C surfaces share: types, tensors, the error boundary |
@@ -38,6 +39,7 @@ pub mod memory;
 pub mod ops;
 pub mod options;
 mod preflight;
+mod progress;
 mod stamp;
 pub mod symm_pool;
 pub mod sys;

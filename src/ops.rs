@@ -10,6 +10,7 @@
 use crate::config::{Dialect, GroupConfig, LayerConfig, RecvCapacity, Transfer};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::progress::{Call, Step};
 use crate::tensor::{Shape, TensorView};
 
 /// What the last prepare of a layer left behind.
@@ -81,12 +82,22 @@ pub struct CombineBwd {
 }
 
 /// A call's tensors that may lie in symmetric memory.
-pub trait Payloads {
+pub(crate) trait Payloads {
+    /// The call.
+    const CALL: Call;
+    /// What the call is, for the comparison with the other ranks'.
+    fn step(&self, layer: &LayerConfig) -> Step;
     /// All of them; first the rows that peers reach in zero-copy groups. The others are this rank's alone.
     fn payloads(&mut self) -> [Option<&mut TensorView>; 4];
 }
 
 impl Payloads for Dispatch {
+    const CALL: Call = Call::Dispatch;
+
+    fn step(&self, layer: &LayerConfig) -> Step {
+        step(Self::CALL, layer, &self.tokens, self.topk_weights.is_some())
+    }
+
     fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
         let (weights, recv_weights) = (self.topk_weights.as_mut(), self.recv_topk_weights.as_mut());
         [Some(&mut self.recv_tokens), Some(&mut self.tokens), weights, recv_weights]
@@ -94,12 +105,24 @@ impl Payloads for Dispatch {
 }
 
 impl Payloads for Combine {
+    const CALL: Call = Call::Combine;
+
+    fn step(&self, layer: &LayerConfig) -> Step {
+        step(Self::CALL, layer, &self.result, false)
+    }
+
     fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
         [Some(&mut self.expert_out), Some(&mut self.result), None, None]
     }
 }
 
 impl Payloads for DispatchBwd {
+    const CALL: Call = Call::DispatchBwd;
+
+    fn step(&self, layer: &LayerConfig) -> Step {
+        step(Self::CALL, layer, &self.grad_tokens, self.grad_topk_weights.is_some())
+    }
+
     fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
         let (recv_weights, weights) = (self.g_recv_topk_weights.as_mut(), self.grad_topk_weights.as_mut());
         [Some(&mut self.grad), Some(&mut self.grad_tokens), recv_weights, weights]
@@ -107,12 +130,29 @@ impl Payloads for DispatchBwd {
 }
 
 impl Payloads for CombineBwd {
+    const CALL: Call = Call::CombineBwd;
+
+    fn step(&self, layer: &LayerConfig) -> Step {
+        step(Self::CALL, layer, &self.grad, false)
+    }
+
     fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
         [Some(&mut self.grad_expert_out), Some(&mut self.grad), None, None]
     }
 }
 
+fn step(call: Call, layer: &LayerConfig, rows: &TensorView, weights: bool) -> Step {
+    let size = rows.shape.sizes().last().copied().unwrap_or(0);
+    Step { call, top_k: layer.top_k, size, dtype: Some(rows.dtype), weights }
+}
+
 impl Prepare {
+    /// What the call is, for the comparison with the other ranks'.
+    pub(crate) fn step(&self, layer: &LayerConfig) -> Step {
+        let size = layer.alignment.tokens() as usize;
+        Step { call: Call::Prepare, top_k: layer.top_k, size, dtype: None, weights: false }
+    }
+
     /// Checks every rule.
     ///
     /// # Errors

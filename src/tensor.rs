@@ -8,41 +8,63 @@ use std::fmt;
 /// Most dimensions a tensor has.
 pub const MAX_DIMS: usize = 15;
 
-/// A tensor's dimensions.
+/// Sizes that are kept: no tensor of expert parallelism has more dimensions.
+const KEPT: usize = 3;
+
+/// A tensor's dimensions. Small, since every call copies some; of more than three dimensions only the first sizes are kept.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    sizes: [usize; MAX_DIMS],
-    ndim: usize,
+    sizes: [usize; KEPT],
+    ndim: u32,
+    /// Product of all sizes, if it fits.
+    numel: Option<usize>,
 }
 
 impl Shape {
     /// The shape with these sizes; none when there are more than [`MAX_DIMS`].
     #[must_use]
     pub fn new(sizes: &[usize]) -> Option<Self> {
-        let mut shape = Self { sizes: [0; MAX_DIMS], ndim: sizes.len() };
-        shape.sizes.get_mut(..sizes.len())?.copy_from_slice(sizes);
-        Some(shape)
+        if sizes.len() > MAX_DIMS {
+            return None;
+        }
+        let mut kept = [0; KEPT];
+        kept.iter_mut().zip(sizes).for_each(|(kept, size)| *kept = *size);
+        let empty = sizes.contains(&0).then_some(0);
+        let numel = empty.or_else(|| sizes.iter().try_fold(1usize, |product, &size| product.checked_mul(size)));
+        Some(Self { sizes: kept, ndim: sizes.len() as u32, numel })
     }
 
-    /// The sizes.
+    /// Number of dimensions.
+    #[must_use]
+    pub fn ndim(&self) -> usize {
+        self.ndim as usize
+    }
+
+    /// The sizes of a matrix or a vector; of more dimensions the first three.
     #[must_use]
     pub fn sizes(&self) -> &[usize] {
-        &self.sizes[..self.ndim]
+        &self.sizes[..self.ndim().min(KEPT)]
     }
 
     /// Product of the sizes; none when it does not fit.
     #[must_use]
     pub fn numel(&self) -> Option<usize> {
-        if self.sizes().contains(&0) {
-            return Some(0);
-        }
-        self.sizes().iter().try_fold(1usize, |product, &size| product.checked_mul(size))
+        self.numel
+    }
+
+    /// The same with another first size.
+    fn with_first(&self, size: usize) -> Self {
+        let mut sizes = self.sizes;
+        sizes[0] = size;
+        Self::new(&sizes[..self.ndim().min(KEPT)]).expect("no more dimensions than before")
     }
 }
 
 impl fmt::Debug for Shape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}", self.sizes())
+        let mut list = f.debug_list();
+        list.entries(self.sizes());
+        if self.ndim() > KEPT { list.finish_non_exhaustive() } else { list.finish() }
     }
 }
 
@@ -119,7 +141,7 @@ impl TensorView {
     }
 
     fn wrong_ndim(&self, ndim: usize, layout: &str) -> Error {
-        self.refuse(format!("must be {ndim}D {layout}"), format!("{}D {:?}", self.shape.sizes().len(), self.shape))
+        self.refuse(format!("must be {ndim}D {layout}"), format!("{}D {:?}", self.shape.ndim(), self.shape))
     }
 
     /// # Errors
@@ -208,7 +230,7 @@ impl TensorView {
     #[must_use]
     pub fn first_rows(mut self, rows: usize) -> Self {
         assert!(self.shape.sizes().first().is_some_and(|&have| have >= rows), "rows were checked before");
-        self.shape.sizes[0] = rows;
+        self.shape = self.shape.with_first(rows);
         self
     }
 
@@ -220,7 +242,7 @@ impl TensorView {
     pub fn bytes(mut self, offset: usize, length: usize) -> Self {
         assert!(self.dtype == DType::Byte, "the dtype was checked before");
         self = self.first_rows(offset + length);
-        self.shape.sizes[0] = length;
+        self.shape = self.shape.with_first(length);
         self.data += offset as u64;
         self
     }
@@ -247,6 +269,8 @@ pub(crate) mod tests {
         assert_eq!(Shape::new(&[usize::MAX, 2]).unwrap().numel(), None);
         assert_eq!(Shape::new(&[usize::MAX, 0, 7]).unwrap().numel(), Some(0));
         assert!(Shape::new(&[1; 15]).is_some() && Shape::new(&[1; 16]).is_none());
+        let deep = Shape::new(&[2, 3, 4, 5]).unwrap();
+        assert_eq!((deep.numel(), deep.ndim(), format!("{deep:?}")), (Some(120), 4, "[2, 3, 4, ..]".into()));
     }
 
     #[test]

@@ -241,7 +241,12 @@ int ShutdownInForkedChild() {
     } catch (const std::exception&) {
       _exit(3);
     }
-    _exit(0);
+    try {
+      Register(2, 0);
+    } catch (const std::exception& error) {
+      _exit(std::strstr(error.what(), "was forked off one that has used an EP group") == nullptr ? 4 : 0);
+    }
+    _exit(5);
   }
   int status = -1;
   for (int tenths = 0; tenths < 100 && waitpid(child, &status, WNOHANG) == 0; ++tenths) {
@@ -249,7 +254,7 @@ int ShutdownInForkedChild() {
   }
   if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
     kill(child, SIGKILL);
-    Fail("the child did not get through shutdown");
+    Fail("the child did not get through shutdown, or was not refused a call");
   }
   RunSteps(group);
   group.Shutdown();
@@ -325,6 +330,59 @@ int LateSymmAlloc() {
   MPI_Allreduce(&mine, &any, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
   MPI_Finalize();
   // The group cannot be shut down: a rank's call is still on its communicator.
+  std::_Exit(any);
+}
+
+// The last rank leaves a call out. The others' device waits for it: their group ends with its name, their calls throw,
+// and shutdown returns. A call that was refused before is told too.
+int MissingRank() {
+  if (!ReadHostStats() && std::getenv("NVTE_EP_TEST_LEAVE_KERNELS") == nullptr) {
+    std::printf("skipped: kernels spin until the process ends, which processes that share a GPU do not outlive\n");
+    return Leave();
+  }
+  setenv("NVTE_EP_TIMEOUT_MS", "1500", 1);
+  setenv("NVTE_EP_SHUTDOWN_TIMEOUT_MS", "30000", 1);
+  auto* const group = new Group(Shape());
+  auto* const layer = new Layer(2, 1);
+  auto* const step = new Step<BFloat16>(*group, *layer, SomeRouting(*group, 1), 1);
+  const auto refused = [](const std::function<void()>& call, const std::vector<const char*>& texts) {
+    try {
+      call();
+      Fail("a call of a group that has ended went through");
+    } catch (const std::exception& error) {
+      for (const char* text : texts) {
+        if (std::strstr(error.what(), text) == nullptr) Fail(error.what());
+      }
+    }
+  };
+  const int last = World::Get().size() - 1;
+  const std::string missing = "rank " + std::to_string(last);
+  step->Prepare();
+  World::Get().Wait();
+  const auto start = std::chrono::steady_clock::now();
+  if (World::Get().rank() == last) {
+    DispatchArgs args = step->dispatch_args();
+    args.tokens = nullptr;
+    refused([&] { args.Call(); }, {"nvte_ep_dispatch: tokens"});
+    std::this_thread::sleep_for(std::chrono::milliseconds(4000));
+    // The others have given up, so this one's call cannot end either.
+    step->Dispatch();
+    std::this_thread::sleep_for(std::chrono::milliseconds(2000));
+  } else {
+    step->Dispatch();
+    std::this_thread::sleep_for(std::chrono::milliseconds(3000));
+    const std::string made = missing + " has made 1 calls, and its next was refused: nvte_ep_dispatch: tokens";
+    refused([&] { step->Combine(); },
+            {"nvte_ep_combine: the group has ended: nvte_ep_dispatch", "call 2", made.c_str()});
+    refused([&] { step->Prepare(); }, {"the group has ended"});
+    refused([] { nvte_ep_shutdown(); }, {"the group has ended", made.c_str()});
+  }
+  if (std::chrono::steady_clock::now() - start > std::chrono::seconds(20)) Fail("the ends took too long");
+  static_cast<void>(group);
+  const int mine = failed ? 1 : 0;
+  int any = 0;
+  MPI_Allreduce(&mine, &any, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
+  MPI_Finalize();
   std::_Exit(any);
 }
 
@@ -414,6 +472,7 @@ constexpr Order kOrders[] = {
     {"shutdown_in_forked_child", ShutdownInForkedChild},
     {"late_initialize", LateInitialize},
     {"late_symm_alloc", LateSymmAlloc},
+    {"missing_rank", MissingRank},
     {"destroy_then_shutdown", DestroyThenShutdown},
     // Last: on a GPU that ranks share, this fails the device for all of its processes.
     {"overflow_that_traps", OverflowThatTraps},

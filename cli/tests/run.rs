@@ -167,6 +167,26 @@ fn a_rank_that_stops_in_dispatch_is_named_after_the_time_out() {
     assert!(printed.contains("rank 1 did not arrive within 1500 ms"), "{printed}");
 }
 
+/// The main thread of rank 0 is in a synchronization that does not return; without the library's watch it would stay there
+/// as long as the host runtime waits, and on a GPU for ever.
+#[test]
+fn a_process_that_waits_in_vain_is_ended() {
+    let start = std::time::Instant::now();
+    let output = command(&small(&["--timeout=100"]))
+        .env("NVTE_EP_HOST_FAULT", "rank=1,call=ncclEpDispatch,nth=2,do=stop")
+        .env("NVTE_EP_HOST_TIMEOUT_MS", "90000")
+        .env("NVTE_EP_TIMEOUT_MS", "1000")
+        .env("NVTE_EP_SHUTDOWN_TIMEOUT_MS", "500")
+        .output()
+        .unwrap();
+    let printed = text(&output.stdout) + &text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{printed}");
+    assert!(printed.contains("rank 1 has entered the call and not come out of it"), "{printed}");
+    assert!(printed.contains("the process ends here"), "{printed}");
+    assert!(printed.contains("was ended by signal 6"), "{printed}");
+    assert!(start.elapsed().as_secs() < 60);
+}
+
 #[test]
 fn a_call_that_fails_ends_both_ranks_with_words() {
     let (code, printed) = faulty("rank=1,call=ncclEpCombine,do=fail,code=3");

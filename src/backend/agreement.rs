@@ -3,11 +3,13 @@
 //! receive capacity). Also the ranks' meeting point at shutdown.
 
 use super::nccl_ep::Communicator;
+use super::watch::Watched;
 use crate::error::{Error, Result};
 use crate::sys::Base;
 use crate::sys::cuda::Stream;
 use crate::sys::nccl::CommFacts;
 use nvte_ep_bindings as b;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Bytes of one rank's record: a word for its kind, a word for the text's length plus one, the fields, the text.
@@ -100,6 +102,8 @@ pub(crate) struct Meeting {
     facts: CommFacts,
     stream: Stream,
     scratch: u64,
+    /// Knows which ranks are missing, once there is a group.
+    watched: Option<Arc<Watched>>,
 }
 
 const ABSENT: &str = "check that every rank of the communicator makes this call and is alive; this call stays behind on the \
@@ -131,7 +135,17 @@ impl Meeting {
         // SAFETY: `scratch` is a live pointer.
         let code = unsafe { (base.cuda.cuMemAlloc_v2)(&raw mut scratch, bytes) };
         base.cuda.check("cuMemAlloc_v2", code)?;
-        Ok(Self { base, comm, facts, stream, scratch })
+        Ok(Self { base, comm, facts, stream, scratch, watched: None })
+    }
+
+    /// From now on waits end early where a rank cannot come any more, and time-outs name the missing.
+    pub(crate) fn watch(&mut self, watched: Arc<Watched>) {
+        self.watched = Some(watched);
+    }
+
+    /// Why this rank's latest call cannot come to its end, if that can be seen.
+    pub(crate) fn hopeless(&self) -> Option<String> {
+        self.watched.as_deref().and_then(|watched| watched.progress().hopeless())
     }
 
     /// Every rank's statement, by rank; collective. `what` names the wait in the text of a time-out.
@@ -188,14 +202,21 @@ impl Meeting {
             (nccl.ncclAllGather)(pointer(send), pointer(receive), RECORD, b::ncclUint8, self.comm.as_raw(), stream)
         };
         nccl.check("ncclAllGather", code)?;
+        let progress = self.watched.as_deref().map(Watched::progress);
         // SAFETY: the stream is our own.
-        unsafe { cuda.wait(self.stream, limit, what, ABSENT) }?;
+        let met = unsafe { cuda.wait(self.stream, limit, what, ABSENT, &|| self.hopeless()) };
+        met.map_err(|error| match (error, progress) {
+            (Error::TimeOut { waited_for, milliseconds, remedy }, Some(progress)) if remedy == ABSENT => {
+                Error::TimeOut { waited_for, milliseconds, remedy: format!("{}; {ABSENT}", progress.why().text) }
+            }
+            (error, _) => error,
+        })?;
         let mut all = vec![0u8; RECORD * self.facts.size as usize];
         // SAFETY: `all` is as long as the copy.
         let code = unsafe { (cuda.cuMemcpyDtoHAsync_v2)(all.as_mut_ptr().cast(), receive, all.len(), stream) };
         cuda.check("cuMemcpyDtoHAsync_v2", code)?;
         // SAFETY: the stream is our own.
-        unsafe { cuda.wait(self.stream, limit, "a copy from the device", "look for a stuck kernel") }?;
+        unsafe { cuda.wait(self.stream, limit, "a copy from the device", "look for a stuck kernel", &|| None) }?;
         check_kinds(kind, &all)?;
         Ok(all)
     }

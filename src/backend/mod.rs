@@ -2,9 +2,12 @@
 //! another, nothing can be read outside the lock, and a failed initialize leaves nothing behind.
 
 mod agreement;
+mod fork;
 mod nccl_ep;
+mod residency;
 mod symm;
 mod topk_idx;
+mod watch;
 
 pub use nccl_ep::Communicator;
 
@@ -17,22 +20,26 @@ use crate::memory::GroupMemory;
 use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Payloads, Prepare, Prepared};
 use crate::options::Options;
 use crate::preflight::{self, GroupVariables, Place};
+use crate::progress::{Call, Progress, Step};
 use crate::stamp::{COUNTERS_END, NOT_EXPERTS_OFFSET, STAMP_BYTES, Stamp, TOTAL_OFFSET};
 use crate::symm_pool::{self, PoolStatistics};
-use crate::sys::cuda::Stream;
+use crate::sys::cuda::{Stream, StreamState};
 use crate::sys::nccl::CommFacts;
 use crate::sys::{self, Base, NcclEpLibrary};
 use crate::tensor::{Shape, TensorView, Window};
 use agreement::{Kind, Meeting, Statement};
 use nvte_ep_bindings as b;
 use parking_lot::{Mutex, MutexGuard};
-use std::collections::{BTreeMap, HashMap};
+use residency::{Fit, Residency};
+use rustc_hash::FxHashMap;
+use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use symm::Symm;
 use topk_idx::IndexCopier;
+use watch::{Watch, Watched};
 
 type Slot = Arc<Mutex<Option<Backend>>>;
 
@@ -88,14 +95,16 @@ struct Backend {
     index_copier: ManuallyDrop<IndexCopier>,
     meeting: Meeting,
     symm: Symm,
-    layers: HashMap<u64, Layer>,
+    layers: FxHashMap<u64, Layer>,
     /// NCCL EP's handle memory sizes by top_k, asked once each.
-    nccl_bytes: HashMap<u32, usize>,
+    nccl_bytes: FxHashMap<u32, usize>,
     handles: HandleCache<nccl_ep::Handle>,
     /// Tells this group's stamps from those of another time.
     epoch: u64,
-    /// The process that made it; a forked child has a copy of this memory, but neither CUDA nor NCCL.
-    process: u32,
+    watch: Watch,
+    residency: Residency,
+    /// The stream of the last call, which is one of the group's device.
+    stream: Option<Stream>,
 }
 
 /// What a step's routing needs of a rank's receive buffers, in rows with their padding.
@@ -174,6 +183,7 @@ fn agreed(config: &GroupConfig, options: &Options, nccl: i32) -> Vec<(String, u6
 /// `comm` is null, or a live communicator that outlives [`shutdown`].
 pub unsafe fn initialize(comm: Communicator, request: GroupRequest, options: &Options) -> Result<()> {
     crate::log::start();
+    fork::require_parent()?;
     let config = GroupConfig::try_from(options.apply(request)?)?;
     if comm.0 == 0 {
         let required = format!("must be an ncclComm_t over the group's {} ranks", config.ep_size);
@@ -195,6 +205,7 @@ pub unsafe fn initialize(comm: Communicator, request: GroupRequest, options: &Op
     }
     // SAFETY: as above, and the communicator's device is current.
     *backend = Some(unsafe { Backend::create(base, env, device, comm, comm_facts, config, options) }?);
+    fork::mark_parent();
     tracing::info!(target: "nvte_ep", device, ?config, rank = comm_facts.rank, "EP group created");
     Ok(())
 }
@@ -204,6 +215,7 @@ pub unsafe fn initialize(comm: Communicator, request: GroupRequest, options: &Op
 /// # Errors
 /// [`Error::NotInitialized`].
 pub fn current_group() -> Result<EpGroup> {
+    fork::require_parent()?;
     let registry = REGISTRY.lock();
     // Without any slot there was no initialize, and perhaps there is no CUDA either.
     let Some(base) = (!registry.is_empty()).then(sys::loaded_base).flatten() else {
@@ -222,12 +234,25 @@ pub fn current_group() -> Result<EpGroup> {
     }
 }
 
+/// Tells the ranks that wait for this one that its call `name` failed with `error`, if the current device has a group.
+pub(crate) fn tell_failure(name: &str, error: &Error) {
+    let Ok(group) = current_group() else { return };
+    // A slot at work has another thread's call in it.
+    let Some(mut slot) = group.slot.try_lock() else { return };
+    if let Some(backend) = slot.as_mut() {
+        backend.watch.share().failed(name, error);
+    }
+}
+
 /// Ends every EP group of this process: waits for queued work and for the other ranks (both bounded), then destroys
 /// handles and group. The communicators stay the callers'. Without a group nothing happens.
 ///
 /// # Errors
 /// [`Error::Teardown`] with all that failed; the groups are gone all the same.
 pub fn shutdown() -> Result<()> {
+    if fork::is_child() {
+        return Ok(());
+    }
     let slots: Vec<(i32, Slot)> = REGISTRY.lock().iter().map(|(device, slot)| (*device, slot.clone())).collect();
     // The lock is kept until all is destroyed: who comes next finds the device free, not half torn down.
     let end = |(device, slot): &(i32, Slot)| {
@@ -268,6 +293,15 @@ impl EpGroup {
         Err(Error::NotInitialized { device: Some(self.device), initialized: Vec::new() })
     }
 
+    /// A collective call: refused where the group is at its end.
+    fn watched<T>(&self, body: impl FnOnce(&mut Backend, &Watched) -> Result<T>) -> Result<T> {
+        let mut locked = self.lock()?;
+        let backend = locked.backend();
+        let watch = backend.watch.share();
+        watch.require_alive()?;
+        body(backend, &watch).map_err(|error| backend.explain(error))
+    }
+
     /// Registers a layer; host only. Returns its id, never 0 and never given out twice, and the bytes of handle memory
     /// that it needs.
     ///
@@ -294,14 +328,15 @@ impl EpGroup {
     /// The tensors are device memory of the described extent, live until the queued work is done; `stream` is a stream
     /// of the group's device; every rank makes the same calls in the same order.
     pub unsafe fn prepare(&self, handle: &HandleRef, claim: LayerClaim, call: &Prepare, stream: Stream) -> Result<()> {
-        let mut locked = self.lock()?;
-        let backend = locked.backend();
-        // SAFETY: passed on.
-        unsafe { backend.require_working(stream) }?;
-        let layer = backend.claimed_layer(handle, claim)?;
-        let prepared = call.check(&backend.config, &layer.config)?;
-        // SAFETY: passed on.
-        unsafe { backend.prepare(handle, &layer, call, prepared, stream) }.map_err(|error| backend.explain(error))
+        self.watched(|backend, watch| {
+            // SAFETY: passed on.
+            let state = unsafe { backend.enter(stream) }?;
+            let layer = backend.claimed_layer(handle, claim)?;
+            let prepared = call.check(&backend.config, &layer.config)?;
+            backend.check_prepare_memory(call)?;
+            // SAFETY: passed on.
+            unsafe { backend.prepare(watch, handle, &layer, call, prepared, (stream, state)) }
+        })
     }
 
     /// [`EpGroup::prepare`] and [`EpGroup::dispatch`], both checked before either is queued (in eager mode all but the
@@ -320,28 +355,31 @@ impl EpGroup {
         dispatch: &Dispatch,
         stream: Stream,
     ) -> Result<()> {
-        let mut locked = self.lock()?;
-        let backend = locked.backend();
-        // SAFETY: passed on.
-        unsafe { backend.require_working(stream) }?;
-        let layer = backend.claimed_layer(handle, claim)?;
-        let mut prepared = prepare.check(&backend.config, &layer.config)?;
-        let dispatch = backend.find_scales(*dispatch);
-        let mut call = dispatch.check(&backend.config, &layer.config, prepared)?;
-        backend.settle_windows(&mut call)?;
-        // SAFETY: passed on.
-        unsafe { backend.prepare(handle, &layer, prepare, prepared, stream) }
-            .map_err(|error| backend.explain(error))?;
-        if backend.config.recv_capacity == RecvCapacity::Eager {
-            // Only now is the total known that the receive side has to hold.
+        self.watched(|backend, watch| {
             // SAFETY: passed on.
-            prepared = unsafe { backend.with_total(handle, prepared, stream) }?;
-            call = dispatch.check(&backend.config, &layer.config, prepared)?;
-            backend.settle_windows(&mut call)?;
-        }
-        let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
-        // SAFETY: passed on.
-        unsafe { group.dispatch(&entry.handle, &call, stream) }
+            let state = unsafe { backend.enter(stream) }?;
+            let layer = backend.claimed_layer(handle, claim)?;
+            let mut prepared = prepare.check(&backend.config, &layer.config)?;
+            backend.check_prepare_memory(prepare)?;
+            let dispatch = backend.find_scales(*dispatch);
+            let mut call = dispatch.check(&backend.config, &layer.config, prepared)?;
+            backend.settle_memory(&mut call)?;
+            // SAFETY: passed on.
+            unsafe { backend.prepare(watch, handle, &layer, prepare, prepared, (stream, state)) }?;
+            if backend.config.recv_capacity == RecvCapacity::Eager {
+                // Only now is the total known that the receive side has to hold.
+                // SAFETY: passed on.
+                prepared = unsafe { backend.with_total(handle, prepared, (stream, state)) }?;
+                call = dispatch.check(&backend.config, &layer.config, prepared)?;
+                backend.settle_memory(&mut call)?;
+            }
+            let step = call.step(&layer.config);
+            let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
+            // SAFETY: passed on.
+            let queue = || unsafe { group.dispatch(&entry.handle, &call, stream) };
+            // SAFETY: passed on.
+            unsafe { watch.queue(step, stream, state, queue) }
+        })
     }
 
     /// One operation over a prepared layer: its rules, then its handle, then the call.
@@ -355,20 +393,22 @@ impl EpGroup {
         check: impl FnOnce(&Backend, &LayerConfig, Prepared) -> Result<C>,
         run: impl FnOnce(&nccl_ep::Group, &nccl_ep::Handle, C) -> Result<()>,
     ) -> Result<()> {
-        let mut locked = self.lock()?;
-        let backend = locked.backend();
-        // SAFETY: passed on.
-        unsafe { backend.require_working(stream) }?;
-        // SAFETY: passed on.
-        let (layer, mut prepared) = unsafe { backend.prepared_layer(handle, stream) }?;
-        if backend.config.recv_capacity == RecvCapacity::Eager {
+        self.watched(|backend, watch| {
             // SAFETY: passed on.
-            prepared = unsafe { backend.with_total(handle, prepared, stream) }?;
-        }
-        let mut call = check(backend, &layer.config, prepared)?;
-        backend.settle_windows(&mut call)?;
-        let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
-        run(group, &entry.handle, call).map_err(|error| backend.explain(error))
+            let state = unsafe { backend.enter(stream) }?;
+            // SAFETY: passed on.
+            let (layer, mut prepared) = unsafe { backend.prepared_layer(handle, (stream, state)) }?;
+            if backend.config.recv_capacity == RecvCapacity::Eager {
+                // SAFETY: passed on.
+                prepared = unsafe { backend.with_total(handle, prepared, (stream, state)) }?;
+            }
+            let mut call = check(backend, &layer.config, prepared)?;
+            backend.settle_memory(&mut call)?;
+            let step = call.step(&layer.config);
+            let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
+            // SAFETY: passed on.
+            unsafe { watch.queue(step, stream, state, || run(group, &entry.handle, call)) }
+        })
     }
 
     /// Sends each token's row to the ranks of its experts.
@@ -456,10 +496,11 @@ impl EpGroup {
     /// # Errors
     /// No bytes or no memory; ranks that disagree or do not come (then on every rank).
     pub fn symm_alloc(&self, bytes: u64) -> Result<symm_pool::Place> {
-        let mut locked = self.lock()?;
-        let backend = locked.backend();
-        // SAFETY: the communicator outlives the group, by initialize's contract.
-        unsafe { backend.symm.alloc(&backend.meeting, bytes) }
+        self.watched(|backend, watch| {
+            watch.progress().enter(Step::of(Call::SymmAlloc));
+            // SAFETY: the communicator outlives the group, by initialize's contract.
+            unsafe { backend.symm.alloc(&backend.meeting, bytes) }
+        })
     }
 
     /// Takes back what [`EpGroup::symm_alloc`] handed out; host only, in one order on all ranks.
@@ -479,10 +520,11 @@ impl EpGroup {
     /// The memory has `bytes` bytes, is NCCL's or of the driver's virtual memory functions, and stays until it is
     /// deregistered or the group has ended.
     pub unsafe fn window_register(&self, address: u64, bytes: u64) -> Result<Window> {
-        let mut locked = self.lock()?;
-        let backend = locked.backend();
-        // SAFETY: passed on; the communicator outlives the group, by initialize's contract.
-        unsafe { backend.symm.window_register(&backend.meeting, address, bytes) }
+        self.watched(|backend, watch| {
+            watch.progress().enter(Step::of(Call::WindowRegister));
+            // SAFETY: passed on; the communicator outlives the group, by initialize's contract.
+            unsafe { backend.symm.window_register(&backend.meeting, &mut backend.residency, address, bytes) }
+        })
     }
 
     /// Ends what [`EpGroup::window_register`] began; collective, and behind all queued work of all ranks.
@@ -490,10 +532,11 @@ impl EpGroup {
     /// # Errors
     /// An address that is not registered; ranks that do not come.
     pub fn window_deregister(&self, address: u64) -> Result<()> {
-        let mut locked = self.lock()?;
-        let backend = locked.backend();
-        // SAFETY: the communicator outlives the group, by initialize's contract.
-        unsafe { backend.symm.window_deregister(&backend.meeting, address) }
+        self.watched(|backend, watch| {
+            watch.progress().enter(Step::of(Call::WindowDeregister));
+            // SAFETY: the communicator outlives the group, by initialize's contract.
+            unsafe { backend.symm.window_deregister(&backend.meeting, address) }
+        })
     }
 
     /// What lies at `address`, if that is in symmetric memory that this group handed out or registered.
@@ -575,29 +618,34 @@ impl Backend {
         let (names, equal): (Vec<_>, Vec<_>) = agreed(&config, options, nccl).into_iter().unzip();
         let own = Statement {
             equal,
-            own: vec![place.host, place.device, place.sm_count.into()],
+            own: vec![place.host, place.device, place.sm_count.into(), random()],
             refusal: ready.as_ref().err().map(Error::to_string),
         };
-        let meeting = Meeting::new(base, comm, comm_facts)?;
+        let mut meeting = Meeting::new(base, comm, comm_facts)?;
         // SAFETY: the caller vouches for `comm`.
         let statements =
             unsafe { meeting.exchange(Kind::Statement, &own, env.timeout, "all ranks to call nvte_ep_initialize") }?;
         let places: Vec<Place> = statements
             .iter()
             .map(|statement| match *statement.own.as_slice() {
-                [host, device, sm_count] => Place { host, device, sm_count: sm_count as u32 },
-                _ => unreachable!("three numbers were asked for"),
+                [host, device, sm_count, _] => Place { host, device, sm_count: sm_count as u32 },
+                _ => unreachable!("four numbers were asked for"),
             })
             .collect();
         let agreed = agreement::compare(&names, &statements)
             .and_then(|()| preflight::sm_counts(&config, options, &places))
             .and_then(|sms| {
                 // All ranks come here or none does: what was compared is the same on all of them.
+                let (own, key) = (comm_facts.rank as usize, statements[0].own[3]);
+                let here = places.iter().map(|there| there.host == place.host).collect();
+                let progress = Progress::join(key, own, here);
                 // SAFETY: the caller vouches for `comm`.
-                unsafe { meeting.confirm(env.timeout, "all ranks to go on with nvte_ep_initialize") }.map(|()| sms)
+                let confirmed = unsafe { meeting.confirm(env.timeout, "all ranks to go on with nvte_ep_initialize") };
+                Progress::close_door(key);
+                confirmed.map(|()| (sms, progress))
             });
-        let (library, index_copier, sms) = match (ready, agreed) {
-            (Ok((library, index_copier)), Ok(sms)) => (library, index_copier, sms),
+        let (library, index_copier, sms, progress) = match (ready, agreed) {
+            (Ok((library, index_copier)), Ok((sms, progress))) => (library, index_copier, sms, progress),
             (_, Err(error @ Error::TimeOut { .. })) => return Err(error),
             (ready, agreed) => {
                 meeting.close_after_failure();
@@ -627,6 +675,8 @@ impl Backend {
         };
         let handles =
             HandleCache::new(config.relocation, env.handle_cache_size.limit(config.dialect.default_handle_limit));
+        let watch = Watch::start(base, device, progress, env.timeout, env.shutdown_timeout);
+        meeting.watch(watch.share());
         static EPOCH: AtomicU64 = AtomicU64::new(0);
         Ok(Self {
             symm: Symm::new(base, comm, device, options.symm_segment_bytes, env.timeout),
@@ -636,11 +686,13 @@ impl Backend {
             group,
             index_copier: ManuallyDrop::new(index_copier),
             meeting,
-            layers: HashMap::new(),
-            nccl_bytes: HashMap::new(),
+            layers: FxHashMap::default(),
+            nccl_bytes: FxHashMap::default(),
             handles,
             epoch: EPOCH.fetch_add(1, Ordering::Relaxed),
-            process: std::process::id(),
+            watch,
+            residency: Residency::new(device),
+            stream: None,
         })
     }
 
@@ -703,7 +755,7 @@ impl Backend {
                 return Err(Error::Internal("an address with a registered layer".into()));
             }
         };
-        require_memory(&handle.mem, layer.mem_bytes())?;
+        self.require_memory(&handle.mem, layer.mem_bytes())?;
         Ok(layer)
     }
 
@@ -712,13 +764,17 @@ impl Backend {
     ///
     /// # Safety
     /// The handle memory is device memory of the described extent; `stream` is a stream of the group's device.
-    unsafe fn prepared_layer(&mut self, handle: &HandleRef, stream: Stream) -> Result<(Layer, Prepared)> {
+    unsafe fn prepared_layer(
+        &mut self,
+        handle: &HandleRef,
+        stream: (Stream, StreamState),
+    ) -> Result<(Layer, Prepared)> {
         let memory = handle.mem.data;
         let registered = match handle.key {
             HandleKey::Registered(id) => Some(self.registered_layer(id)?),
             HandleKey::Address(_) => None,
         };
-        require_memory(&handle.mem, registered.map_or(STAMP_BYTES, |layer| layer.mem_bytes()))?;
+        self.require_memory(&handle.mem, registered.map_or(STAMP_BYTES, |layer| layer.mem_bytes()))?;
         let known = self.handles.get_mut(handle.key).map(|entry| (entry.layer, entry.memory));
         let (config, prepared) = match known {
             // The layer's own memory, as far as this process knows.
@@ -743,7 +799,7 @@ impl Backend {
             Some(_) => Err(not_prepared(handle)),
             None => {
                 let layer = self.layer_of(config)?;
-                require_memory(&handle.mem, layer.mem_bytes())?;
+                self.require_memory(&handle.mem, layer.mem_bytes())?;
                 Ok((layer, prepared))
             }
         }
@@ -751,9 +807,8 @@ impl Backend {
 
     /// # Safety
     /// As [`Backend::prepared_layer`].
-    unsafe fn read_stamp(&self, address: u64, stream: Stream) -> Result<Stamp> {
-        // SAFETY: passed on.
-        if unsafe { self.base.cuda.is_capturing(stream) }? {
+    unsafe fn read_stamp(&self, address: u64, (stream, state): (Stream, StreamState)) -> Result<Stamp> {
+        if state == StreamState::Capturing {
             return Err(Error::State(
                 "handle memory that is new to the library cannot be looked into while the stream captures a graph: make \
                  this call, or nvte_ep_prepare, once before the capture"
@@ -764,13 +819,22 @@ impl Backend {
         Ok(Stamp(unsafe { self.base.cuda.read_words(address, stream) }?))
     }
 
-    /// Fails if the device has failed: NCCL EP aborts or exits on a failed device (nccl_ep 0.1.0).
+    /// What a call's stream does. Fails if it is not the device's, or if the device has failed: NCCL EP aborts or exits on
+    /// a failed device (nccl_ep 0.1.0).
     ///
     /// # Safety
-    /// `stream` is a stream of the group's device.
-    unsafe fn require_working(&self, stream: Stream) -> Result<()> {
+    /// `stream` is a live stream.
+    unsafe fn enter(&mut self, stream: Stream) -> Result<StreamState> {
+        if self.stream != Some(stream) && !stream.is_legacy() {
+            // SAFETY: passed on.
+            if !unsafe { self.base.cuda.is_of_current_context(stream) }? {
+                let required = "must be a stream of the calling thread's current device, which is the group's";
+                return Err(Error::argument("stream", required, format!("{:#x}, one of another device", stream.0)));
+            }
+            self.stream = Some(stream);
+        }
         // SAFETY: passed on.
-        unsafe { self.base.cuda.require_working(stream) }.map_err(|error| self.explain(error))
+        unsafe { self.base.cuda.stream_state(stream) }
     }
 
     /// An error of queued work, with the reason that this group may have given for it.
@@ -807,14 +871,21 @@ impl Backend {
         call
     }
 
-    /// Checks the windows of a call's tensors. Those that peers do not reach go by their addresses from here on: nothing is
-    /// gained by a window there, and NCCL EP (0.1.0) does not look at all of them.
-    fn settle_windows(&self, call: &mut impl Payloads) -> Result<()> {
+    /// Checks where a call's tensors lie. Those that peers do not reach go by their addresses from here on: nothing is gained
+    /// by a window there, and NCCL EP (0.1.0) does not look at all of them.
+    fn settle_memory(&mut self, call: &mut impl Payloads) -> Result<()> {
         for (index, tensor) in call.payloads().into_iter().enumerate() {
             let Some(tensor) = tensor else { continue };
             let address = self.symm.check_window(tensor)?;
             let scales = tensor.scale_tensor(crate::ops::scales_name(tensor));
-            let scales = scales.map_or(Ok(None), |scales| self.symm.check_window(&scales))?;
+            let scales = match scales {
+                Some(scales) if scales.window.is_some() => self.symm.check_window(&scales)?,
+                Some(scales) => self.require_reachable(&scales).map(|()| None)?,
+                None => None,
+            };
+            if tensor.window.is_none() {
+                self.require_reachable(tensor)?;
+            }
             if index == 0 {
                 continue;
             }
@@ -828,14 +899,35 @@ impl Backend {
         Ok(())
     }
 
+    /// # Errors
+    /// A tensor that the group's device cannot reach, or whose allocation ends before it does.
+    fn require_reachable(&mut self, tensor: &TensorView) -> Result<()> {
+        self.residency.check(&self.base.cuda, tensor, tensor.byte_len(), Fit::Reachable)
+    }
+
+    fn check_prepare_memory(&mut self, call: &Prepare) -> Result<()> {
+        self.require_reachable(&call.topk_idx)?;
+        [&call.token_counts, &call.total].into_iter().flatten().try_for_each(|tensor| self.require_reachable(tensor))
+    }
+
+    /// Handle memory of at least `bytes` bytes on the group's device.
+    fn require_memory(&mut self, mem: &TensorView, bytes: usize) -> Result<()> {
+        require_memory(mem, bytes)?;
+        self.residency.check(&self.base.cuda, mem, bytes as u64, Fit::OnDevice)
+    }
+
     /// What the last prepare of `handle` left, with the step's total, which is read back once a prepare: the calling
     /// thread waits for the stream.
     ///
     /// # Safety
     /// As [`Backend::prepared_layer`].
-    unsafe fn with_total(&mut self, handle: &HandleRef, prepared: Prepared, stream: Stream) -> Result<Prepared> {
-        // SAFETY: passed on.
-        unsafe { self.require_no_capture(stream) }?;
+    unsafe fn with_total(
+        &mut self,
+        handle: &HandleRef,
+        prepared: Prepared,
+        (stream, state): (Stream, StreamState),
+    ) -> Result<Prepared> {
+        require_no_capture(state)?;
         if prepared.recv_total.is_some() {
             return Ok(prepared);
         }
@@ -846,28 +938,12 @@ impl Backend {
         Ok(Prepared { recv_total: Some(total), ..prepared })
     }
 
-    /// Eager mode has the host read each step's total, which a graph cannot.
-    ///
-    /// # Safety
-    /// `stream` is a stream of the group's device.
-    unsafe fn require_no_capture(&self, stream: Stream) -> Result<()> {
-        // SAFETY: passed on.
-        if unsafe { self.base.cuda.is_capturing(stream) }? {
-            return Err(Error::State(
-                "the stream captures a graph, and in eager mode the host reads every step's total: initialize with \
-                 max_recv_tokens_per_rank > 0 to capture"
-                    .into(),
-            ));
-        }
-        Ok(())
-    }
-
     /// # Safety
     /// As [`Backend::prepared_layer`].
     unsafe fn recv_totals(&mut self, mem: &TensorView, stream: Stream) -> Result<RecvTotals> {
-        require_memory(mem, STAMP_BYTES)?;
+        self.require_memory(mem, STAMP_BYTES)?;
         // SAFETY: passed on.
-        if unsafe { self.base.cuda.is_capturing(stream) }.map_err(|error| self.explain(error))? {
+        if unsafe { self.enter(stream) }.map_err(|error| self.explain(error))? == StreamState::Capturing {
             return Err(Error::State(
                 "the totals are on the device and cannot be waited for while the stream captures a graph: call it after \
                  the graph was launched"
@@ -898,37 +974,42 @@ impl Backend {
     /// As [`EpGroup::prepare`].
     unsafe fn prepare(
         &mut self,
+        watch: &Watched,
         handle: &HandleRef,
         layer: &Layer,
         call: &Prepare,
         prepared: Prepared,
-        stream: Stream,
+        (stream, state): (Stream, StreamState),
     ) -> Result<()> {
         if self.config.recv_capacity == RecvCapacity::Eager {
-            // SAFETY: passed on.
-            unsafe { self.require_no_capture(stream) }?;
+            require_no_capture(state)?;
         }
         self.handle(handle, layer, None)?;
         // A failed exchange leaves no routing that could be replayed.
         let entry = self.handles.start_prepare(handle.key).expect("built just now");
         let (memory, total, cuda) = (handle.mem.data, total_of(&handle.mem, call), &self.base.cuda);
         let (copied, not_experts) = (memory + layer.index_offset() as u64, memory + NOT_EXPERTS_OFFSET as u64);
-        // Of the total's two words the kernels write as many as its dtype has. The stamp goes too: should the exchange
-        // fail, the memory holds no routing, wherever its bytes are moved.
-        // SAFETY: the handle memory starts with room for the stamp and its counters.
-        unsafe { cuda.zero(memory, COUNTERS_END, stream) }?;
+        let step = call.step(&layer.config);
         let experts = self.config.num_experts;
-        // SAFETY: the caller vouches for tensors and stream; the handle memory ends with room for the copy.
-        let topk_idx = unsafe { self.index_copier.copy(&call.topk_idx, copied, not_experts, experts, stream) }?;
-        // SAFETY: as above.
-        unsafe { self.group.update(&entry.handle, &Prepare { topk_idx, ..*call }, &total, stream) }?;
-        if let Some(wanted) = &call.total {
-            // SAFETY: the caller vouches for its total, which has the dtype of ours.
-            unsafe { cuda.copy(wanted.data, total.data, wanted.dtype.bytes(1), stream) }?;
-        }
         let Stamp(words) = Stamp::new(&layer.config, prepared, self.epoch);
-        // SAFETY: the handle memory starts with room for the stamp.
-        unsafe { self.base.cuda.write_words(memory, &words, stream) }?;
+        let queue = || {
+            // Of the total's two words the kernels write as many as its dtype has. The stamp goes too: should the exchange
+            // fail, the memory holds no routing, wherever its bytes are moved.
+            // SAFETY: the handle memory starts with room for the stamp and its counters.
+            unsafe { cuda.zero(memory, COUNTERS_END, stream) }?;
+            // SAFETY: the caller vouches for tensors and stream; the handle memory ends with room for the copy.
+            let topk_idx = unsafe { self.index_copier.copy(&call.topk_idx, copied, not_experts, experts, stream) }?;
+            // SAFETY: as above.
+            unsafe { self.group.update(&entry.handle, &Prepare { topk_idx, ..*call }, &total, stream) }?;
+            if let Some(wanted) = &call.total {
+                // SAFETY: the caller vouches for its total, which has the dtype of ours.
+                unsafe { cuda.copy(wanted.data, total.data, wanted.dtype.bytes(1), stream) }?;
+            }
+            // SAFETY: the handle memory starts with room for the stamp.
+            unsafe { cuda.write_words(memory, &words, stream) }
+        };
+        // SAFETY: the caller vouches for the stream.
+        unsafe { watch.queue(step, stream, state, queue) }?;
         entry.prepared = Some(prepared);
         Ok(())
     }
@@ -957,15 +1038,17 @@ impl Backend {
 
     /// Tears down in order and returns what failed.
     fn destroy(self, device: i32) -> Vec<String> {
-        if self.process != std::process::id() {
-            return Vec::new();
-        }
         let limit = self.env.shutdown_timeout;
         let base = self.base;
-        let quiet = bounded(limit, "the work queued on the device", move || {
-            base.cuda.set_current_device(device)?;
-            // SAFETY: takes nothing.
-            base.cuda.check("cuCtxSynchronize", unsafe { (base.cuda.cuCtxSynchronize)() })
+        let watch = self.watch.share();
+        let quiet = watch.require_alive().and_then(|()| {
+            watch.progress().enter(Step::of(Call::Shutdown));
+            let hopeless = || watch.require_alive().err().map(|error| error.to_string());
+            bounded(limit, "the work queued on the device", &hopeless, move || {
+                base.cuda.set_current_device(device)?;
+                // SAFETY: takes nothing.
+                base.cuda.check("cuCtxSynchronize", unsafe { (base.cuda.cuCtxSynchronize)() })
+            })
         });
         let mut failures: Vec<String> = Vec::new();
         // Peers may still read this rank's windows until they come here too.
@@ -984,9 +1067,12 @@ impl Backend {
             // until the process ends.
             let text = format!("{error}; the group's device memory is left to the process's end");
             tracing::warn!(target: "nvte_ep", device, "{text}");
+            watch.progress().give_up(&text);
             return vec![text];
         }
-        let Self { group, index_copier, meeting, handles, symm, .. } = self;
+        watch.progress().leave();
+        let Self { group, index_copier, meeting, handles, symm, watch, .. } = self;
+        watch.stop();
         drop(ManuallyDrop::into_inner(index_copier));
         let mut ended = handles.into_handles().map(|handle| group.destroy_handle(handle)).collect::<Vec<_>>();
         ended.push(group.destroy());
@@ -1021,6 +1107,24 @@ fn not_prepared(handle: &HandleRef) -> Error {
     Error::State(format!("{what} was not prepared ({since}): call nvte_ep_prepare first"))
 }
 
+/// Eager mode has the host read each step's total, which a graph cannot.
+fn require_no_capture(state: StreamState) -> Result<()> {
+    if state == StreamState::Working {
+        return Ok(());
+    }
+    Err(Error::State(
+        "the stream captures a graph, and in eager mode the host reads every step's total: initialize with \
+         max_recv_tokens_per_rank > 0 to capture"
+            .into(),
+    ))
+}
+
+/// A number that no other process makes.
+fn random() -> u64 {
+    use std::hash::{BuildHasher, Hasher, RandomState};
+    RandomState::new().build_hasher().finish() ^ u64::from(std::process::id())
+}
+
 /// Handle memory of at least `bytes` bytes.
 fn require_memory(mem: &TensorView, bytes: usize) -> Result<()> {
     let found = mem.vector("[bytes]")?;
@@ -1044,9 +1148,14 @@ fn next_layer_id() -> u64 {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// Runs `work`, which may never return, for `limit` at most; on a time-out its thread is left behind.
-fn bounded<F: FnOnce() -> Result<()> + Send + 'static>(limit: Option<Duration>, what: &str, work: F) -> Result<()> {
-    let Some(limit) = limit else { return work() };
+/// Runs `work`, which may never return, for `limit` at most, or until `hopeless` says why there is no end; its thread is left
+/// behind then.
+fn bounded<F: FnOnce() -> Result<()> + Send + 'static>(
+    limit: Option<Duration>,
+    what: &str,
+    hopeless: &dyn Fn() -> Option<String>,
+    work: F,
+) -> Result<()> {
     let (sender, receiver) = std::sync::mpsc::channel();
     let work = Arc::new(Mutex::new(Some(work)));
     let run = |work: &Mutex<Option<_>>| {
@@ -1058,13 +1167,26 @@ fn bounded<F: FnOnce() -> Result<()> + Send + 'static>(limit: Option<Duration>, 
         // No thread to be had: then this one waits, without a limit.
         return run(&work);
     }
-    receiver.recv_timeout(limit).unwrap_or_else(|_| {
-        Err(Error::TimeOut {
-            waited_for: what.into(),
-            milliseconds: limit.as_millis() as u64,
-            remedy: "a rank died or left the sequence of calls; end this process too".into(),
-        })
-    })
+    let start = Instant::now();
+    loop {
+        let left = limit.map(|limit| limit.saturating_sub(start.elapsed()));
+        let slice = Duration::from_millis(100);
+        match receiver.recv_timeout(left.map_or(slice, |left| left.min(slice))) {
+            Ok(result) => return result,
+            Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => {
+                return Err(Error::Internal(format!("a panic while waiting for {what}")));
+            }
+            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {}
+        }
+        let waited = start.elapsed();
+        let in_vain = hopeless().or_else(|| {
+            let over = limit.is_some_and(|limit| waited >= limit);
+            over.then(|| "a rank died or left the sequence of calls; end this process too".into())
+        });
+        if let Some(remedy) = in_vain {
+            return Err(Error::TimeOut { waited_for: what.into(), milliseconds: waited.as_millis() as u64, remedy });
+        }
+    }
 }
 
 #[cfg(test)]
@@ -1089,14 +1211,14 @@ mod tests {
     fn a_wait_is_bounded() {
         let (release, blocked) = std::sync::mpsc::channel::<()>();
         let limit = Some(Duration::from_millis(20));
-        let error = bounded(limit, "a test", move || {
+        let error = bounded(limit, "a test", &|| None, move || {
             let _ = blocked.recv();
             Ok(())
         })
         .unwrap_err();
-        assert!(matches!(error, Error::TimeOut { milliseconds: 20, .. }), "{error}");
+        assert!(matches!(error, Error::TimeOut { milliseconds: 20.., .. }), "{error}");
         drop(release);
-        bounded(limit, "a test", || Ok(())).unwrap();
-        bounded(None, "a test", || Ok(())).unwrap();
+        bounded(limit, "a test", &|| None, || Ok(())).unwrap();
+        bounded(None, "a test", &|| None, || Ok(())).unwrap();
     }
 }

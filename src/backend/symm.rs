@@ -4,11 +4,13 @@
 use super::agreement::{self, Kind, Meeting, Statement};
 use super::bounded;
 use super::nccl_ep::Communicator;
+use super::residency::{Fit, Residency};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::options::Limit;
 use crate::symm_pool::{Place, Plan, PoolStatistics, SymmPool};
 use crate::sys::Base;
-use crate::tensor::{TensorView, Window};
+use crate::tensor::{Shape, TensorView, Window};
 use nvte_ep_bindings as b;
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -54,7 +56,7 @@ impl Symm {
     /// The communicator is live.
     unsafe fn agree(&self, meeting: &Meeting, what: &str, number: (&str, u64), refusal: Option<&Error>) -> Result<()> {
         let (base, device) = (self.base, self.device);
-        bounded(self.limit, "the work queued on the device", move || {
+        bounded(self.limit, "the work queued on the device", &|| meeting.hopeless(), move || {
             base.cuda.set_current_device(device)?;
             // SAFETY: takes nothing.
             base.cuda.check("cuCtxSynchronize", unsafe { (base.cuda.cuCtxSynchronize)() })
@@ -147,7 +149,13 @@ impl Symm {
     /// # Safety
     /// The communicator is live; the memory is NCCL's or of the driver's virtual memory functions, and stays until it is
     /// deregistered.
-    pub(super) unsafe fn window_register(&mut self, meeting: &Meeting, address: u64, bytes: u64) -> Result<Window> {
+    pub(super) unsafe fn window_register(
+        &mut self,
+        meeting: &Meeting,
+        residency: &mut Residency,
+        address: u64,
+        bytes: u64,
+    ) -> Result<Window> {
         self.require_unbroken()?;
         let what = "all ranks to call nvte_ep_ext_window_register";
         let unit = u64::from(b::NCCL_WIN_REQUIRED_ALIGNMENT);
@@ -156,7 +164,18 @@ impl Symm {
         } else if address == 0 || !address.is_multiple_of(unit) {
             Err(Error::argument("ptr", format!("must be a multiple of {unit}, not NULL"), format!("{address:#x}")))
         } else {
-            self.pool.check_unregistered(address, bytes).and_then(|()| self.require_device_memory(address))
+            // NCCL fails on one rank alone, with the others waiting, for memory that is not all there, or not the device's.
+            let memory = Shape::new(&[bytes as usize]).expect("one dimension");
+            let memory = TensorView {
+                name: "ptr",
+                dtype: DType::Byte,
+                shape: memory,
+                data: address,
+                window: None,
+                scales: None,
+            };
+            let unregistered = self.pool.check_unregistered(address, bytes);
+            unregistered.and_then(|()| residency.check(&self.base.cuda, &memory, bytes, Fit::OnDevice))
         };
         // SAFETY: passed on.
         let agreed = unsafe { self.settle(meeting, what, ("bytes", bytes), fit.as_ref().err()) };
@@ -165,15 +184,6 @@ impl Symm {
         let handle = unsafe { self.register(meeting, what, address, bytes) }?;
         self.pool.add_registered(address, bytes, handle);
         Ok(Window { handle, offset: 0 })
-    }
-
-    /// NCCL fails on one rank alone, with the others waiting, for memory that is no device memory.
-    fn require_device_memory(&self, address: u64) -> Result<()> {
-        if self.base.cuda.is_device_memory(address) {
-            return Ok(());
-        }
-        let found = format!("{address:#x}, which the driver does not know as such");
-        Err(Error::argument("ptr", "must be device memory of ncclMemAlloc or of the driver's virtual memory", found))
     }
 
     /// Ends what [`Symm::window_register`] began; collective, and behind all queued work of all ranks, so that no peer
@@ -243,7 +253,7 @@ impl Symm {
         let found = Arc::new(AtomicUsize::new(0));
         let out = Arc::clone(&found);
         // NCCL's call waits for the other ranks without a limit of its own.
-        let outcome = bounded(self.limit, what, move || {
+        let outcome = bounded(self.limit, what, &|| meeting.hopeless(), move || {
             base.cuda.set_current_device(device)?;
             let mut window = std::ptr::null_mut();
             let flags = b::NCCL_WIN_COLL_SYMMETRIC as i32;

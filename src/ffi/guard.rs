@@ -22,7 +22,13 @@ pub fn guard<R>(name: &'static str, body: impl FnOnce() -> Result<R>) -> R {
         body()
     })) {
         Ok(Ok(value)) => return value,
-        Ok(Err(error)) => exception(name, &error),
+        Ok(Err(error)) => {
+            // The ranks that wait for this one's call are told why it does not come.
+            if name.starts_with("nvte_ep_") {
+                crate::backend::tell_failure(name, &error);
+            }
+            exception(name, &error)
+        }
         Err(payload) => exception(name, &Error::Internal(panic_text(payload.as_ref()))),
     };
     // SAFETY: made just now, and thrown once; all of Rust's values above are gone.

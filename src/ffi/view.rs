@@ -1,28 +1,48 @@
 //! From an NVTETensor to a [`TensorView`].
 
-use super::types::{NVTE_DELAYED_TENSOR_SCALING, NVTE_MXFP8_1D_SCALING, NVTEBasicTensor, NVTEScalingMode, NVTETensor};
+use super::types::{
+    NVTE_DELAYED_TENSOR_SCALING, NVTE_MXFP8_1D_SCALING, NVTEBasicTensor, NVTEDType, NVTEScalingMode, NVTEShape,
+    NVTETensor,
+};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::{MAX_DIMS, Scales, Shape, TensorView, Window};
 
+/// One array of a tensor, where its maker keeps it.
+#[derive(Debug, Clone, Copy)]
+pub struct ArrayRef<'a> {
+    /// Address of the first element.
+    pub data: u64,
+    /// Data type, as callers gave it.
+    pub dtype: NVTEDType,
+    /// Sizes, as callers gave them.
+    pub shape: &'a NVTEShape,
+}
+
+impl<'a> From<&'a NVTEBasicTensor> for ArrayRef<'a> {
+    fn from(basic: &'a NVTEBasicTensor) -> Self {
+        Self { data: basic.data_ptr.expose_provenance() as u64, dtype: basic.dtype, shape: &basic.shape }
+    }
+}
+
 /// What an NVTETensor holds, as far as expert parallelism reads it.
 #[derive(Debug, Clone, Copy)]
-pub struct TensorParts {
+pub struct TensorParts<'a> {
     /// Its row-wise data.
-    pub data: NVTEBasicTensor,
+    pub data: ArrayRef<'a>,
     /// The inverse scales of its row-wise data.
-    pub scale_inv: NVTEBasicTensor,
+    pub scale_inv: ArrayRef<'a>,
     /// How it is scaled.
     pub scaling_mode: NVTEScalingMode,
 }
 
 /// Whoever made the tensors that callers pass.
 pub trait TensorReader {
-    /// The parts of `tensor`; none for the null tensor.
+    /// What `look` makes of the parts of `tensor`; none for the null tensor.
     ///
     /// # Errors
     /// A value that is no live tensor.
-    fn read(&self, tensor: NVTETensor) -> Result<Option<TensorParts>>;
+    fn read<R>(&self, tensor: NVTETensor, look: impl FnOnce(&TensorParts<'_>) -> R) -> Result<Option<R>>;
 }
 
 /// Where an argument's data and scales lie in symmetric memory.
@@ -39,13 +59,13 @@ pub struct Windows {
 /// # Errors
 /// A null, stale or malformed tensor.
 pub fn required(
-    reader: &dyn TensorReader,
+    reader: &impl TensorReader,
     name: &'static str,
     tensor: NVTETensor,
     windows: Windows,
 ) -> Result<TensorView> {
-    match reader.read(tensor).map_err(|error| for_argument(name, &error))? {
-        Some(parts) => view(name, &parts, windows),
+    match reader.read(tensor, |parts| view(name, parts, windows)).map_err(|error| for_argument(name, &error))? {
+        Some(view) => view,
         None => Err(Error::argument(name, "must be a tensor", "a null tensor")),
     }
 }
@@ -55,15 +75,16 @@ pub fn required(
 /// # Errors
 /// A stale or malformed tensor.
 pub fn optional(
-    reader: &dyn TensorReader,
+    reader: &impl TensorReader,
     name: &'static str,
     tensor: NVTETensor,
     windows: Windows,
 ) -> Result<Option<TensorView>> {
-    match reader.read(tensor).map_err(|error| for_argument(name, &error))? {
-        Some(parts) if !is_blank(&parts.data) || windows.data.is_some() => view(name, &parts, windows).map(Some),
-        _ => Ok(None),
-    }
+    let look = |parts: &TensorParts<'_>| match is_blank(&parts.data) && windows.data.is_none() {
+        true => Ok(None),
+        false => view(name, parts, windows).map(Some),
+    };
+    reader.read(tensor, look).map_err(|error| for_argument(name, &error))?.unwrap_or(Ok(None))
 }
 
 fn for_argument(name: &str, error: &Error) -> Error {
@@ -74,11 +95,11 @@ fn for_argument(name: &str, error: &Error) -> Error {
 }
 
 /// What a tensor is that was created and never set: no data, one dimension of size 0.
-fn is_blank(data: &NVTEBasicTensor) -> bool {
-    data.data_ptr.is_null() && data.shape.ndim <= 1 && data.shape.data[0] == 0
+fn is_blank(data: &ArrayRef<'_>) -> bool {
+    data.data == 0 && data.shape.ndim <= 1 && data.shape.data[0] == 0
 }
 
-fn view(name: &'static str, parts: &TensorParts, windows: Windows) -> Result<TensorView> {
+fn view(name: &'static str, parts: &TensorParts<'_>, windows: Windows) -> Result<TensorView> {
     let (dtype, shape, data) = array(name, "", &parts.data)?;
     let scales = match parts.scaling_mode {
         NVTE_DELAYED_TENSOR_SCALING => None,
@@ -94,8 +115,8 @@ fn view(name: &'static str, parts: &TensorParts, windows: Windows) -> Result<Ten
     Ok(TensorView { name, dtype, shape, data, window: windows.data, scales })
 }
 
-fn array(name: &str, part: &str, basic: &NVTEBasicTensor) -> Result<(DType, Shape, u64)> {
-    let NVTEBasicTensor { data_ptr, dtype, shape } = *basic;
+fn array(name: &str, part: &str, array: &ArrayRef<'_>) -> Result<(DType, Shape, u64)> {
+    let ArrayRef { data, dtype, shape } = *array;
     let refuse = |required: String, found: String| Error::argument(format!("{name}{part}"), required, found);
     let dtype = DType::from_nvte(dtype)
         .ok_or_else(|| refuse("must have an NVTEDType as its dtype".into(), dtype.to_string()))?;
@@ -107,21 +128,32 @@ fn array(name: &str, part: &str, basic: &NVTEBasicTensor) -> Result<(DType, Shap
     if sizes.numel().and_then(|numel| numel.checked_mul(dtype.bits())).is_none() {
         return Err(refuse("must have a size that fits memory".into(), format!("{sizes:?}")));
     }
-    Ok((dtype, sizes, data_ptr.expose_provenance() as u64))
+    Ok((dtype, sizes, data))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ffi::types::{NVTEShape, kNVTEBFloat16};
+    use crate::ffi::types::kNVTEBFloat16;
 
-    struct One(TensorParts);
+    struct One(Owned);
+
+    struct Owned {
+        data: NVTEBasicTensor,
+        scale_inv: NVTEBasicTensor,
+        scaling_mode: NVTEScalingMode,
+    }
 
     impl TensorReader for One {
-        fn read(&self, tensor: NVTETensor) -> Result<Option<TensorParts>> {
+        fn read<R>(&self, tensor: NVTETensor, look: impl FnOnce(&TensorParts<'_>) -> R) -> Result<Option<R>> {
+            let Owned { data, scale_inv, scaling_mode } = &self.0;
             match tensor as usize {
                 0 => Ok(None),
-                1 => Ok(Some(self.0)),
+                1 => Ok(Some(look(&TensorParts {
+                    data: data.into(),
+                    scale_inv: scale_inv.into(),
+                    scaling_mode: *scaling_mode,
+                }))),
                 other => Err(Error::argument("tensor", "must be a live tensor", other)),
             }
         }
@@ -132,7 +164,7 @@ mod tests {
         shape.data[..sizes.len()].copy_from_slice(sizes);
         let data_ptr = std::ptr::without_provenance_mut(0x40);
         let data = NVTEBasicTensor { data_ptr, dtype: kNVTEBFloat16, shape };
-        One(TensorParts { data, scale_inv: data, scaling_mode: 0 })
+        One(Owned { data, scale_inv: data, scaling_mode: 0 })
     }
 
     fn raw(value: usize) -> NVTETensor {

@@ -20,17 +20,20 @@ fn_table! {
         cuDeviceGetAttribute: fn(*mut c_int, b::CUdevice_attribute, b::CUdevice) -> b::CUresult;
         cuDevicePrimaryCtxRetain: fn(*mut b::CUcontext, b::CUdevice) -> b::CUresult;
         cuCtxSetCurrent: fn(b::CUcontext) -> b::CUresult;
+        cuCtxGetCurrent: fn(*mut b::CUcontext) -> b::CUresult;
         cuCtxGetDevice: fn(*mut b::CUdevice) -> b::CUresult;
         cuCtxSynchronize: fn() -> b::CUresult;
         cuStreamCreate: fn(*mut b::CUstream, c_uint) -> b::CUresult;
         cuStreamDestroy_v2: fn(b::CUstream) -> b::CUresult;
         cuStreamQuery: fn(b::CUstream) -> b::CUresult;
         cuStreamSynchronize: fn(b::CUstream) -> b::CUresult;
+        cuStreamGetCtx: fn(b::CUstream, *mut b::CUcontext) -> b::CUresult;
         cuStreamIsCapturing: fn(b::CUstream, *mut b::CUstreamCaptureStatus) -> b::CUresult;
         cuThreadExchangeStreamCaptureMode: fn(*mut b::CUstreamCaptureMode) -> b::CUresult;
         cuEventCreate: fn(*mut b::CUevent, c_uint) -> b::CUresult;
         cuEventDestroy_v2: fn(b::CUevent) -> b::CUresult;
         cuEventRecord: fn(b::CUevent, b::CUstream) -> b::CUresult;
+        cuEventQuery: fn(b::CUevent) -> b::CUresult;
         cuEventSynchronize: fn(b::CUevent) -> b::CUresult;
         cuEventElapsedTime_v2: fn(*mut f32, b::CUevent, b::CUevent) -> b::CUresult;
         cuMemAlloc_v2: fn(*mut b::CUdeviceptr, usize) -> b::CUresult;
@@ -39,7 +42,12 @@ fn_table! {
         cuMemcpyHtoDAsync_v2: fn(b::CUdeviceptr, *const c_void, usize, b::CUstream) -> b::CUresult;
         cuMemcpyAsync: fn(b::CUdeviceptr, b::CUdeviceptr, usize, b::CUstream) -> b::CUresult;
         cuMemcpyDtoHAsync_v2: fn(*mut c_void, b::CUdeviceptr, usize, b::CUstream) -> b::CUresult;
-        cuPointerGetAttribute: fn(*mut c_void, b::CUpointer_attribute, b::CUdeviceptr) -> b::CUresult;
+        cuPointerGetAttributes: fn(
+            c_uint,
+            *mut b::CUpointer_attribute,
+            *mut *mut c_void,
+            b::CUdeviceptr
+        ) -> b::CUresult;
         cuModuleLoadData: fn(*mut b::CUmodule, *const c_void) -> b::CUresult;
         cuModuleUnload: fn(b::CUmodule) -> b::CUresult;
         cuModuleGetFunction: fn(*mut b::CUfunction, b::CUmodule, *const c_char) -> b::CUresult;
@@ -73,10 +81,10 @@ impl Stream {
         Self(stream.expose_provenance())
     }
 
-    /// Whether it is one of the streams that are always there: the legacy one, by either name, or the thread's.
+    /// Whether it is the legacy default stream, by either name.
     #[must_use]
-    pub const fn is_default(self) -> bool {
-        self.0 <= 2
+    pub const fn is_legacy(self) -> bool {
+        self.0 <= 1
     }
 
     /// The C handle.
@@ -84,6 +92,39 @@ impl Stream {
     pub fn as_raw(self) -> b::CUstream {
         std::ptr::with_exposed_provenance_mut(self.0)
     }
+}
+
+/// What a stream does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StreamState {
+    /// What is queued on it is done.
+    Working,
+    /// What is queued on it becomes part of a graph.
+    Capturing,
+}
+
+/// Kinds of memory that the driver tells apart. It numbers them as the runtime does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MemoryKind {
+    /// Memory of this device.
+    Device(i32),
+    /// Memory that moves between host and devices.
+    Managed,
+    /// Host memory that devices can reach.
+    PageLocked,
+}
+
+/// The allocation around an address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryAt {
+    /// Its kind.
+    pub kind: MemoryKind,
+    /// Its first address.
+    pub start: u64,
+    /// The address behind its last byte.
+    pub end: u64,
+    /// Whether it is one of `cudaMalloc`: what follows is another. Other memory may be mapped piece by piece.
+    pub whole: bool,
 }
 
 /// What one device is.
@@ -203,15 +244,23 @@ impl Cuda {
     }
 
     /// Waits for the work queued on `stream`, but not longer than `limit`; `what` says in the time-out's text what was
-    /// waited for.
+    /// waited for. `hopeless`, asked now and then, ends the wait early and says why.
     ///
     /// # Errors
     /// [`Error::TimeOut`], or the error of the queued work.
     ///
     /// # Safety
     /// `stream` is a live stream of the current device.
-    pub unsafe fn wait(&self, stream: Stream, limit: Option<Duration>, what: &str, remedy: &str) -> Result<()> {
+    pub unsafe fn wait(
+        &self,
+        stream: Stream,
+        limit: Option<Duration>,
+        what: &str,
+        remedy: &str,
+        hopeless: &dyn Fn() -> Option<String>,
+    ) -> Result<()> {
         let start = Instant::now();
+        let mut asked = start;
         loop {
             // SAFETY: the caller vouches for the stream.
             match unsafe { (self.cuStreamQuery)(stream.as_raw()) } {
@@ -219,6 +268,13 @@ impl Cuda {
                 code => return self.check("cuStreamQuery", code),
             }
             let waited = start.elapsed();
+            if asked.elapsed() > Duration::from_millis(100) {
+                if let Some(remedy) = hopeless() {
+                    let milliseconds = waited.as_millis() as u64;
+                    return Err(Error::TimeOut { waited_for: what.into(), milliseconds, remedy });
+                }
+                asked = Instant::now();
+            }
             if limit.is_some_and(|limit| waited > limit) {
                 return Err(Error::TimeOut {
                     waited_for: what.into(),
@@ -306,19 +362,21 @@ impl Cuda {
         Ok(words)
     }
 
-    /// Fails if work queued on `stream` has failed; says nothing of a stream that is captured. No capture of another stream
-    /// is harmed.
+    /// Whether `stream` captures a graph, or works. No capture of another stream is harmed.
     ///
     /// # Errors
-    /// The queued work's.
+    /// That of work queued on the stream; a stream of another context than the current one.
     ///
     /// # Safety
-    /// `stream` is a live stream of the current device.
-    pub unsafe fn require_working(&self, stream: Stream) -> Result<()> {
-        // Asking a default stream is a wait of all others, which captures forbid.
+    /// `stream` is a live stream.
+    pub unsafe fn stream_state(&self, stream: Stream) -> Result<StreamState> {
+        // It is never captured, and asking it is a wait for all others, which captures forbid.
+        if stream.is_legacy() {
+            return Ok(StreamState::Working);
+        }
         // SAFETY: passed on.
-        if stream.is_default() || unsafe { self.is_capturing(stream) }? {
-            return Ok(());
+        if unsafe { self.is_capturing(stream) }? {
+            return Ok(StreamState::Capturing);
         }
         // A capture in global mode forbids queries to every thread that does not say that it knows better.
         let mut mode = b::CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -329,17 +387,81 @@ impl Cuda {
         let code = unsafe { (self.cuStreamQuery)(stream.as_raw()) };
         // SAFETY: `mode` is live, and the thread's own mode again.
         self.check("cuThreadExchangeStreamCaptureMode", unsafe { exchange(&raw mut mode) })?;
-        if code == b::CUDA_ERROR_NOT_READY { Ok(()) } else { self.check("cuStreamQuery", code) }
+        if code != b::CUDA_ERROR_NOT_READY {
+            self.check("cuStreamQuery", code)?;
+        }
+        Ok(StreamState::Working)
     }
 
-    /// Whether an address lies in memory that the driver knows as a device's.
-    pub fn is_device_memory(&self, address: u64) -> bool {
+    /// Lets the calling thread ask for the state of events and streams while other threads capture graphs.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn ignore_captures(&self) -> Result<()> {
+        let mut mode = b::CU_STREAM_CAPTURE_MODE_RELAXED;
+        let exchange = self.cuThreadExchangeStreamCaptureMode;
+        // SAFETY: `mode` is live.
+        self.check("cuThreadExchangeStreamCaptureMode", unsafe { exchange(&raw mut mode) })
+    }
+
+    /// Whether the stream belongs to the calling thread's current context.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// `stream` is a live stream.
+    pub unsafe fn is_of_current_context(&self, stream: Stream) -> Result<bool> {
+        let (mut own, mut current) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: `own` is live; the caller vouches for the stream.
+        self.check("cuStreamGetCtx", unsafe { (self.cuStreamGetCtx)(stream.as_raw(), &raw mut own) })?;
+        // SAFETY: `current` is live.
+        self.check("cuCtxGetCurrent", unsafe { (self.cuCtxGetCurrent)(&raw mut current) })?;
+        Ok(own == current)
+    }
+
+    /// What the driver knows of the memory at `address`; none for memory that it does not know.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn memory_at(&self, address: u64) -> Result<Option<MemoryAt>> {
         let mut kind: c_uint = 0;
-        let (out, attribute) = ((&raw mut kind).cast(), b::CU_POINTER_ATTRIBUTE_MEMORY_TYPE);
-        // SAFETY: `kind` is live and an unsigned int, as this attribute is; any address may be asked about.
-        let code = unsafe { (self.cuPointerGetAttribute)(out, attribute, address) };
-        // The driver numbers kinds of memory as the runtime does.
-        code == b::CUDA_SUCCESS && kind == b::cudaMemoryTypeDevice
+        let (mut device, mut managed): (c_int, c_uint) = (-1, 0);
+        let (mut start, mut bytes): (u64, usize) = (0, 0);
+        // An attribute of one byte, in a place that has room for more.
+        let mut whole: c_uint = 0;
+        let mut attributes = [
+            b::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+            b::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+            b::CU_POINTER_ATTRIBUTE_IS_MANAGED,
+            b::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+            b::CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+            b::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+        ];
+        let mut out: [*mut c_void; 6] = [
+            (&raw mut kind).cast(),
+            (&raw mut device).cast(),
+            (&raw mut managed).cast(),
+            (&raw mut start).cast(),
+            (&raw mut bytes).cast(),
+            (&raw mut whole).cast(),
+        ];
+        let (count, attributes, out) = (attributes.len() as c_uint, attributes.as_mut_ptr(), out.as_mut_ptr());
+        // SAFETY: six attributes and as many places, each of its attribute's type; any address may be asked about.
+        let code = unsafe { (self.cuPointerGetAttributes)(count, attributes, out, address) };
+        if code == b::CUDA_ERROR_INVALID_VALUE {
+            return Ok(None);
+        }
+        self.check("cuPointerGetAttributes", code)?;
+        let kind = match (kind, managed) {
+            (_, 1) => MemoryKind::Managed,
+            (b::cudaMemoryTypeDevice, _) => MemoryKind::Device(device),
+            (b::cudaMemoryTypeHost, _) => MemoryKind::PageLocked,
+            _ => return Ok(None),
+        };
+        // Where the driver tells no range there is at least the byte that was asked about.
+        let (start, bytes) = if bytes == 0 { (address, 1) } else { (start, bytes as u64) };
+        Ok(Some(MemoryAt { kind, start, end: start.saturating_add(bytes), whole: whole & 1 == 1 }))
     }
 
     /// Whether `stream` is being captured into a graph.

@@ -65,17 +65,16 @@ impl TensorAccessors {
 
 impl TensorReader for ForeignTensors {
     #[allow(clippy::not_unsafe_ptr_arg_deref, reason = "a tensor is no pointer; its accessors take any value")]
-    fn read(&self, tensor: NVTETensor) -> Result<Option<TensorParts>> {
+    fn read<R>(&self, tensor: NVTETensor, look: impl FnOnce(&TensorParts<'_>) -> R) -> Result<Option<R>> {
         if tensor.is_null() {
             return Ok(None);
         }
         let accessors = accessors()?;
         let scaling_mode = accessors.nvte_tensor_scaling_mode;
-        Ok(Some(TensorParts {
-            data: accessors.array(tensor, kNVTERowwiseData)?,
-            scale_inv: accessors.array(tensor, kNVTERowwiseScaleInv)?,
-            // SAFETY: the accessor takes any tensor value.
-            scaling_mode: catch_foreign("nvte_tensor_scaling_mode", || unsafe { scaling_mode(tensor) })?,
-        }))
+        let data = accessors.array(tensor, kNVTERowwiseData)?;
+        let scale_inv = accessors.array(tensor, kNVTERowwiseScaleInv)?;
+        // SAFETY: the accessor takes any tensor value.
+        let scaling_mode = catch_foreign("nvte_tensor_scaling_mode", || unsafe { scaling_mode(tensor) })?;
+        Ok(Some(look(&TensorParts { data: (&data).into(), scale_inv: (&scale_inv).into(), scaling_mode })))
     }
 }

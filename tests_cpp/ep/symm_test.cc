@@ -210,7 +210,8 @@ TEST(Symm, RegisteredByRanksThatDiffer) {
   TEST_NCCL(ncclMemAlloc(&second, kBytes));
   const int rank = World::Get().rank();
   alignas(4096) static char pageable[4096];
-  EXPECT_TRUE(Throws("nvte_ep_ext_window_register", {"rank 1 cannot take part", "ptr", "must be device memory"},
+  EXPECT_TRUE(Throws("nvte_ep_ext_window_register",
+                     {"rank 1 cannot take part", "ptr", "must lie in memory of the group's device"},
                      [&] { nvte_ep_ext_window_register(rank == 1 ? pageable : first, 4096, nullptr); }));
   nvte_ep_ext_window_register(first, kBytes, nullptr);
   nvte_ep_ext_window_register(second, kBytes, nullptr);

@@ -126,6 +126,25 @@ TEST(Devices, EachHasAGroupOfItsOwn) {
     for (std::size_t t = 0; t < kTokens; ++t) EXPECT_EQ(results[rank][t * kHidden + 7], Value(rank, t));
   }
 
+  // A tensor on another device, and a stream of another device.
+  {
+    ASSERT_EQ(cudaSetDevice(1), cudaSuccess);
+    const std::vector<std::int64_t> experts(kTokens);
+    const DeviceTensor elsewhere(kNVTEInt64, 8, {kTokens, 1}, experts.data());
+    cudaStream_t foreign = nullptr;
+    ASSERT_EQ(cudaStreamCreateWithFlags(&foreign, cudaStreamNonBlocking), cudaSuccess);
+    ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+    const NVTEEpLayerConfig layer = LayerOfOne();
+    const DeviceTensor memory(kNVTEByte, 1, {nvte_ep_handle_mem_size(&layer)}, nullptr);
+    const DeviceTensor topk_idx(kNVTEInt64, 8, {kTokens, 1}, experts.data());
+    EXPECT_TRUE(Throws("nvte_ep_prepare",
+                       {"topk_idx must lie in memory of the group's device, 0", "memory of device 1"},
+                       [&] { nvte_ep_prepare(memory.tensor, elsewhere.tensor, nullptr, nullptr, &layer, nullptr); }));
+    EXPECT_TRUE(Throws("nvte_ep_prepare", {"stream must be a stream of the calling thread's current device"},
+                       [&] { nvte_ep_prepare(memory.tensor, topk_idx.tensor, nullptr, nullptr, &layer, foreign); }));
+    EXPECT_EQ(cudaStreamDestroy(foreign), cudaSuccess);
+  }
+
   // A thread on a device without a group is told where there are some.
   ASSERT_EQ(cudaSetDevice(2), cudaSuccess);
   const NVTEEpLayerConfig layer = LayerOfOne();

@@ -16,11 +16,13 @@ use store::Param;
 pub struct OwnTensors;
 
 impl TensorReader for OwnTensors {
-    fn read(&self, tensor: NVTETensor) -> Result<Option<TensorParts>> {
-        store::read(tensor, |tensor| TensorParts {
-            data: tensor.array(Param::RowwiseData).into(),
-            scale_inv: tensor.array(Param::RowwiseScaleInv).into(),
-            scaling_mode: tensor.scaling_mode(),
+    fn read<R>(&self, tensor: NVTETensor, look: impl FnOnce(&TensorParts<'_>) -> R) -> Result<Option<R>> {
+        store::read(tensor, |tensor| {
+            look(&TensorParts {
+                data: tensor.array_ref(Param::RowwiseData).into(),
+                scale_inv: tensor.array_ref(Param::RowwiseScaleInv).into(),
+                scaling_mode: tensor.scaling_mode(),
+            })
         })
     }
 }

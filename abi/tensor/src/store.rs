@@ -10,6 +10,7 @@ use nvte_ep_core::ffi::types::{
     NVTEScalingMode, NVTEShape, NVTETensor, NVTETensorParam, kNVTEFloat32, kNVTENVFP4E4M3Max, kNVTENumTensorParams,
     kNVTERowScaledNVFP4, kNVTERowwiseData, kNVTEWithGEMMSwizzledScales,
 };
+use nvte_ep_core::ffi::view::ArrayRef;
 use parking_lot::RwLock;
 
 /// An array: address, type, shape; the safe twin of [`NVTEBasicTensor`].
@@ -48,6 +49,12 @@ impl Array {
 impl From<NVTEBasicTensor> for Array {
     fn from(NVTEBasicTensor { data_ptr, dtype, shape }: NVTEBasicTensor) -> Self {
         Self { data: data_ptr.expose_provenance(), dtype, shape }
+    }
+}
+
+impl<'a> From<&'a Array> for ArrayRef<'a> {
+    fn from(Array { data, dtype, shape }: &'a Array) -> Self {
+        Self { data: *data as u64, dtype: *dtype, shape }
     }
 }
 
@@ -141,7 +148,11 @@ impl Tensor {
     }
 
     pub(crate) fn array(&self, param: Param) -> Array {
-        self.arrays[param as usize]
+        *self.array_ref(param)
+    }
+
+    pub(crate) const fn array_ref(&self, param: Param) -> &Array {
+        &self.arrays[param as usize]
     }
 
     pub(crate) fn set_array(&mut self, param: Param, array: Array) -> Result<()> {

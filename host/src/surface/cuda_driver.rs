@@ -5,11 +5,11 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use nvte_ep_bindings::*;
 
 use super::{driver, driver_current, free_device, put};
-use crate::check::Call;
+use crate::check::{self, Call, Policy};
 use crate::device::{self, Device};
 use crate::fault::{Fault, Outcome};
 use crate::graph;
-use crate::memory::{self, Kind};
+use crate::memory::{self, Allocation, Kind};
 use crate::stream::{Event, Stream};
 use crate::{copy, errors, sys};
 
@@ -317,6 +317,18 @@ pub unsafe extern "C" fn cuStreamEndCapture(hStream: CUstream, phGraph: *mut CUg
 pub unsafe extern "C" fn cuStreamIsCapturing(hStream: CUstream, captureStatus: *mut c_uint) -> CUresult {
     // SAFETY: the caller's contract.
     on_stream(hStream, |stream| unsafe { put(captureStatus, graph::status(&stream)?.0) })
+}
+
+/// The context of a stream's device.
+///
+/// # Safety
+///
+/// `pctx` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuStreamGetCtx(hStream: CUstream, pctx: *mut CUcontext) -> CUresult {
+    // SAFETY: the caller's contract.
+    on_stream(hStream, |stream| unsafe { put(pctx, stream.device().context()) })
 }
 
 /// Status and id of a stream's capture; graph and dependencies are not told.
@@ -724,38 +736,114 @@ pub unsafe extern "C" fn cuPointerGetAttribute(
     ptr: CUdeviceptr,
 ) -> CUresult {
     driver(|| {
-        let allocation = memory::find(ptr as usize)
+        let allocation = allocation_at(ptr)
             .ok_or_else(|| Fault::cuda(CUDA_ERROR_INVALID_VALUE, format!("{ptr:#x} is not memory of this library")))?;
-        let device = device_of(allocation.device)?;
-        match attribute {
-            // SAFETY: the caller vouches for a CUcontext.
-            CU_POINTER_ATTRIBUTE_CONTEXT => unsafe { put(data.cast(), device.context()) },
-            CU_POINTER_ATTRIBUTE_MEMORY_TYPE => {
-                let memory_type = if allocation.kind.on_device() { cudaMemoryTypeDevice } else { cudaMemoryTypeHost };
-                // SAFETY: the caller vouches for an unsigned int.
-                unsafe { put(data.cast::<c_uint>(), memory_type) }
-            }
-            CU_POINTER_ATTRIBUTE_DEVICE_POINTER | CU_POINTER_ATTRIBUTE_HOST_POINTER => {
-                let is_host = attribute == CU_POINTER_ATTRIBUTE_HOST_POINTER;
-                if is_host && allocation.kind.on_device() {
-                    return Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, "device memory has no host pointer"));
-                }
-                // SAFETY: the caller vouches for a pointer.
-                unsafe { put(data.cast::<CUdeviceptr>(), ptr) }
-            }
-            // SAFETY: the caller vouches for an unsigned int.
-            CU_POINTER_ATTRIBUTE_IS_MANAGED => unsafe { put(data.cast::<c_uint>(), 0) },
-            // SAFETY: the caller vouches for an int.
-            CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL => unsafe { put(data.cast::<c_int>(), allocation.device) },
-            // SAFETY: the caller vouches for a CUdeviceptr.
-            CU_POINTER_ATTRIBUTE_RANGE_START_ADDR => unsafe {
-                put(data.cast::<CUdeviceptr>(), allocation.base as CUdeviceptr)
-            },
-            // SAFETY: the caller vouches for a size_t.
-            CU_POINTER_ATTRIBUTE_RANGE_SIZE => unsafe { put(data.cast::<usize>(), allocation.bytes) },
-            // SAFETY: the caller vouches for an unsigned int.
-            CU_POINTER_ATTRIBUTE_MAPPED => unsafe { put(data.cast::<c_uint>(), 1) },
-            other => Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, format!("pointer attribute {other} is unknown"))),
-        }
+        // SAFETY: the caller's contract.
+        unsafe { put_attribute(data, attribute, ptr, allocation) }
     })
+}
+
+/// Several attributes of a pointer at once; of a pointer that this library did not allocate all are 0.
+///
+/// # Safety
+///
+/// `attributes` and `data` have `numAttributes` entries, each of `data` with room for its attribute's type.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuPointerGetAttributes(
+    numAttributes: c_uint,
+    attributes: *mut CUpointer_attribute,
+    data: *mut *mut c_void,
+    ptr: CUdeviceptr,
+) -> CUresult {
+    driver(|| {
+        if numAttributes > 0 && (attributes.is_null() || data.is_null()) {
+            return Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, "null pointer"));
+        }
+        if numAttributes == 0 {
+            return Ok(());
+        }
+        let allocation = allocation_at(ptr);
+        // SAFETY: the caller's contract.
+        let attributes = unsafe { std::slice::from_raw_parts(attributes, numAttributes as usize) };
+        // SAFETY: as above.
+        let data = unsafe { std::slice::from_raw_parts(data, numAttributes as usize) };
+        for (&attribute, &out) in attributes.iter().zip(data) {
+            match allocation {
+                // SAFETY: as above.
+                Some(allocation) => unsafe { put_attribute(out, attribute, ptr, allocation) }?,
+                None => {
+                    let bytes = match attribute {
+                        CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+                        | CU_POINTER_ATTRIBUTE_IS_MANAGED
+                        | CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+                        | CU_POINTER_ATTRIBUTE_MAPPED => 4,
+                        CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE => 1,
+                        _ => 8,
+                    };
+                    // SAFETY: as above.
+                    unsafe { out.cast::<u8>().write_bytes(0, bytes) };
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// The allocation that holds an address. Where the contract checker takes any memory for a device's, all the rest of the
+/// address space is one allocation of the current device.
+fn allocation_at(ptr: CUdeviceptr) -> Option<Allocation> {
+    let address = ptr as usize;
+    memory::find(address).or_else(|| {
+        let anything = check::policy().is_ok_and(|policy| policy != Policy::Error);
+        let device = device::selected().ordinal;
+        let bytes = (usize::MAX >> 1) - address.min(usize::MAX >> 1);
+        (anything && address != 0).then_some(Allocation { base: address, bytes, kind: Kind::Device, device })
+    })
+}
+
+/// # Safety
+///
+/// `data` is null or has room for the attribute's type.
+unsafe fn put_attribute(
+    data: *mut c_void,
+    attribute: CUpointer_attribute,
+    ptr: CUdeviceptr,
+    allocation: Allocation,
+) -> Outcome<()> {
+    let device = device_of(allocation.device)?;
+    match attribute {
+        // SAFETY: the caller vouches for a CUcontext.
+        CU_POINTER_ATTRIBUTE_CONTEXT => unsafe { put(data.cast(), device.context()) },
+        CU_POINTER_ATTRIBUTE_MEMORY_TYPE => {
+            let memory_type = if allocation.kind.on_device() { cudaMemoryTypeDevice } else { cudaMemoryTypeHost };
+            // SAFETY: the caller vouches for an unsigned int.
+            unsafe { put(data.cast::<c_uint>(), memory_type) }
+        }
+        CU_POINTER_ATTRIBUTE_DEVICE_POINTER | CU_POINTER_ATTRIBUTE_HOST_POINTER => {
+            let is_host = attribute == CU_POINTER_ATTRIBUTE_HOST_POINTER;
+            if is_host && allocation.kind.on_device() {
+                return Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, "device memory has no host pointer"));
+            }
+            // SAFETY: the caller vouches for a pointer.
+            unsafe { put(data.cast::<CUdeviceptr>(), ptr) }
+        }
+        // SAFETY: the caller vouches for an unsigned int.
+        CU_POINTER_ATTRIBUTE_IS_MANAGED => unsafe { put(data.cast::<c_uint>(), 0) },
+        // SAFETY: the caller vouches for a bool.
+        CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE => unsafe {
+            put(data.cast::<bool>(), allocation.kind == Kind::Device)
+        },
+        // SAFETY: the caller vouches for an int.
+        CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL => unsafe { put(data.cast::<c_int>(), allocation.device) },
+        // SAFETY: the caller vouches for a CUdeviceptr.
+        CU_POINTER_ATTRIBUTE_RANGE_START_ADDR => unsafe {
+            put(data.cast::<CUdeviceptr>(), allocation.base as CUdeviceptr)
+        },
+        // SAFETY: the caller vouches for a size_t.
+        CU_POINTER_ATTRIBUTE_RANGE_SIZE => unsafe { put(data.cast::<usize>(), allocation.bytes) },
+        // SAFETY: the caller vouches for an unsigned int.
+        CU_POINTER_ATTRIBUTE_MAPPED => unsafe { put(data.cast::<c_uint>(), 1) },
+        other => Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, format!("pointer attribute {other} is unknown"))),
+    }
 }

@@ -1,0 +1,509 @@
+//! How far each rank of a group has come: the calls that it made, seen by all ranks of one machine through shared memory.
+//! It costs a call two stores, and nobody waits for anybody; who waits too long for a call on the device, or at a
+//! meeting, reads here which rank is missing. Ranks on other machines cannot be seen.
+
+use crate::dtype::DType;
+use memmap2::{MmapOptions, MmapRaw};
+use std::fmt::{self, Write};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A collective call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Call {
+    Prepare,
+    Dispatch,
+    Combine,
+    CombineBwd,
+    DispatchBwd,
+    SymmAlloc,
+    WindowRegister,
+    WindowDeregister,
+    Shutdown,
+}
+
+impl Call {
+    const ALL: [Self; 9] = [
+        Self::Prepare,
+        Self::Dispatch,
+        Self::Combine,
+        Self::CombineBwd,
+        Self::DispatchBwd,
+        Self::SymmAlloc,
+        Self::WindowRegister,
+        Self::WindowDeregister,
+        Self::Shutdown,
+    ];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Prepare => "nvte_ep_prepare",
+            Self::Dispatch => "nvte_ep_dispatch",
+            Self::Combine => "nvte_ep_combine",
+            Self::CombineBwd => "nvte_ep_combine_bwd",
+            Self::DispatchBwd => "nvte_ep_dispatch_bwd",
+            Self::SymmAlloc => "nvte_ep_ext_symm_alloc",
+            Self::WindowRegister => "nvte_ep_ext_window_register",
+            Self::WindowDeregister => "nvte_ep_ext_window_deregister",
+            Self::Shutdown => "nvte_ep_shutdown",
+        }
+    }
+}
+
+impl Call {
+    /// Whether the call queues work on a stream; the others wait for all ranks inside.
+    const fn is_queued(self) -> bool {
+        matches!(self, Self::Prepare | Self::Dispatch | Self::Combine | Self::CombineBwd | Self::DispatchBwd)
+    }
+}
+
+/// What all ranks' n-th calls have to have in common.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Step {
+    pub(crate) call: Call,
+    /// Experts per token of the layer; 0 = none.
+    pub(crate) top_k: u32,
+    /// Elements of a row; of prepare the alignment.
+    pub(crate) size: usize,
+    /// Data type of the rows.
+    pub(crate) dtype: Option<DType>,
+    /// Whether weights travel with the rows.
+    pub(crate) weights: bool,
+}
+
+impl Step {
+    pub(crate) const fn of(call: Call) -> Self {
+        Self { call, top_k: 0, size: 0, dtype: None, weights: false }
+    }
+
+    /// Bits: 0-3 call, 4 weights, 5-8 data type + 1, 9-14 top_k, 15-31 size, cut off.
+    fn pack(self) -> u32 {
+        let dtype = self.dtype.map_or(0, |dtype| dtype as u32 + 1);
+        let size = (self.size as u32).min((1 << 17) - 1);
+        self.call as u32 | u32::from(self.weights) << 4 | dtype << 5 | (self.top_k & 63) << 9 | size << 15
+    }
+
+    fn unpack(word: u32) -> Option<Self> {
+        let dtype = match word >> 5 & 15 {
+            0 => None,
+            number => Some(DType::from_index(number as usize - 1)?),
+        };
+        Some(Self {
+            call: *Call::ALL.get(word as usize & 15)?,
+            top_k: word >> 9 & 63,
+            size: (word >> 15) as usize,
+            dtype,
+            weights: word >> 4 & 1 == 1,
+        })
+    }
+}
+
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.call.name())?;
+        match (self.call, self.dtype) {
+            (Call::Prepare, _) => write!(f, " (top_k {}, alignment {})", self.top_k, self.size),
+            (_, Some(dtype)) => {
+                let weights = if self.weights { ", with weights" } else { "" };
+                write!(f, " (top_k {}, rows of {} {dtype}{weights})", self.top_k, self.size)
+            }
+            (_, None) => Ok(()),
+        }
+    }
+}
+
+/// Words of one rank's record: its state, its number of calls, the latest of them, and why it refused or gave up.
+const WORDS: usize = 64;
+const STATE: usize = 0;
+const CALLS: usize = 1;
+/// The call that was refused: the number that it would have had.
+const REFUSED: usize = 2;
+const TEXT_BYTES: usize = 3;
+/// The last call whose work was queued.
+const QUEUED: usize = 4;
+const RING: usize = 8;
+const RING_WORDS: usize = 16;
+const TEXT: usize = RING + RING_WORDS;
+const MAX_TEXT: usize = 8 * (WORDS - TEXT);
+
+/// What a rank is, in the first word of its record; 0 = it has not come yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Member = 1,
+    Left,
+    GaveUp,
+}
+
+/// The shared memory of one group on one machine.
+#[derive(Debug)]
+struct Shared {
+    /// Each rank holds a lock on the byte of its number: it goes when the process ends, however it ends. (A child that was
+    /// forked and lives on keeps it.)
+    file: File,
+    memory: MmapRaw,
+    ranks: usize,
+}
+
+impl Shared {
+    fn path(key: u64) -> PathBuf {
+        format!("/dev/shm/nvte_ep_{key:016x}").into()
+    }
+
+    fn open(key: u64, ranks: usize, own: usize) -> io::Result<Self> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+        let file = options.open(Self::path(key))?;
+        let bytes = 8 * WORDS * ranks;
+        file.set_len(bytes as u64)?;
+        lock(&file, libc::F_OFD_SETLK, own)?;
+        let memory = MmapOptions::new().len(bytes).map_raw(&file)?;
+        let shared = Self { file, memory, ranks };
+        shared.record(own)[STATE].store(State::Member as u64, Ordering::Release);
+        Ok(shared)
+    }
+
+    fn record(&self, rank: usize) -> &[AtomicU64] {
+        assert!(rank < self.ranks, "a rank of the group");
+        // SAFETY: the mapping starts on a page and has `ranks` records, which all processes use as atomic words only.
+        let words = unsafe { std::slice::from_raw_parts(self.memory.as_ptr().cast::<AtomicU64>(), self.ranks * WORDS) };
+        &words[rank * WORDS..][..WORDS]
+    }
+
+    /// Whether the process of a rank that joined is still there. Asking is no lock.
+    fn is_alive(&self, rank: usize) -> bool {
+        lock(&self.file, libc::F_OFD_GETLK, rank).map_or(true, |free| !free)
+    }
+
+    fn tell(&self, own: usize, state: State, refused: u64, text: &str) {
+        let end = (0..=MAX_TEXT.min(text.len())).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
+        let record = self.record(own);
+        record[TEXT_BYTES].store(0, Ordering::Release);
+        for (slot, bytes) in record[TEXT..].iter().zip(text.as_bytes()[..end].chunks(8)) {
+            let mut word = [0; 8];
+            word[..bytes.len()].copy_from_slice(bytes);
+            slot.store(u64::from_le_bytes(word), Ordering::Relaxed);
+        }
+        record[REFUSED].store(refused, Ordering::Relaxed);
+        record[TEXT_BYTES].store(end as u64, Ordering::Release);
+        record[STATE].store(state as u64, Ordering::Release);
+    }
+
+    fn text(&self, rank: usize) -> String {
+        let record = self.record(rank);
+        let length = (record[TEXT_BYTES].load(Ordering::Acquire) as usize).min(MAX_TEXT);
+        let bytes: Vec<u8> =
+            record[TEXT..].iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).take(length).collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+}
+
+/// Takes or asks for the lock on byte `rank`; of a question the answer is whether it is free.
+fn lock(file: &File, command: libc::c_int, rank: usize) -> io::Result<bool> {
+    // SAFETY: a flock of zeroes is valid.
+    let mut range: libc::flock = unsafe { std::mem::zeroed() };
+    range.l_type = libc::F_WRLCK as libc::c_short;
+    range.l_whence = libc::SEEK_SET as libc::c_short;
+    (range.l_start, range.l_len) = (rank as libc::off_t, 1);
+    // SAFETY: the file is open, and `range` is live.
+    match unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut range) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(range.l_type == libc::F_UNLCK as libc::c_short),
+    }
+}
+
+/// What stands between a rank and another that waits for its call.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Trouble {
+    /// It never can come.
+    Lost(String),
+    /// It made another call.
+    Differs(String),
+    /// It has not come yet.
+    Behind(String),
+}
+
+/// Why a call waits.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Reason {
+    /// Whether waiting longer cannot help.
+    pub(crate) hopeless: bool,
+    /// In words.
+    pub(crate) text: String,
+}
+
+/// One rank's view of its group.
+#[derive(Debug)]
+pub(crate) struct Progress {
+    own: usize,
+    /// Of each rank, whether its record can be seen.
+    here: Vec<bool>,
+    shared: Option<Shared>,
+    /// Calls of this rank.
+    calls: AtomicU64,
+}
+
+impl Progress {
+    /// Joins the ranks of this machine, of which `here` tells, at the place that `key`, the same on all of them, names.
+    /// Without shared memory ranks are not seen.
+    pub(crate) fn join(key: u64, own: usize, here: Vec<bool>) -> Self {
+        let shared = Shared::open(key, here.len(), own);
+        if let Err(error) = &shared {
+            tracing::warn!(target: "nvte_ep", "/dev/shm cannot be used ({error}): time-outs cannot name missing ranks");
+        }
+        Self { own, here, shared: shared.ok(), calls: AtomicU64::new(0) }
+    }
+
+    /// Takes the name of the place away, once all ranks have joined, or will not.
+    pub(crate) fn close_door(key: u64) {
+        // Any rank may have done it before.
+        let _ = std::fs::remove_file(Shared::path(key));
+    }
+
+    /// Notes that this rank makes a call; returns the call's number, from 1.
+    pub(crate) fn enter(&self, step: Step) -> u64 {
+        let number = self.calls.fetch_add(1, Ordering::Relaxed) + 1;
+        if let Some(shared) = &self.shared {
+            let record = shared.record(self.own);
+            record[RING + number as usize % RING_WORDS].store(number << 32 | u64::from(step.pack()), Ordering::Relaxed);
+            record[CALLS].store(number, Ordering::Release);
+        }
+        number
+    }
+
+    /// Notes that the work of call `number` is queued.
+    pub(crate) fn queued(&self, number: u64) {
+        if let Some(shared) = &self.shared {
+            shared.record(self.own)[QUEUED].store(number, Ordering::Release);
+        }
+    }
+
+    /// Notes why a call was refused, for those who wait for it. The next call may be right.
+    pub(crate) fn refuse(&self, text: &str) {
+        self.tell(State::Member, text);
+    }
+
+    /// Notes that this rank waits no longer.
+    pub(crate) fn give_up(&self, text: &str) {
+        self.tell(State::GaveUp, text);
+    }
+
+    /// Notes that this rank has left the group in order.
+    pub(crate) fn leave(&self) {
+        self.tell(State::Left, "");
+    }
+
+    fn tell(&self, state: State, text: &str) {
+        if let Some(shared) = &self.shared {
+            shared.tell(self.own, state, self.calls.load(Ordering::Relaxed) + 1, text);
+        }
+    }
+
+    /// What keeps call `number`, which is `step`, from being done, as far as it can be seen.
+    pub(crate) fn reason(&self, number: u64, step: Step) -> Reason {
+        let Some(shared) = &self.shared else {
+            let text = "which ranks are missing cannot be told without /dev/shm".into();
+            return Reason { hopeless: false, text };
+        };
+        let seen = |rank: &usize| self.here[*rank] && shared.record(*rank)[STATE].load(Ordering::Acquire) != 0;
+        let (here, elsewhere): (Vec<usize>, Vec<usize>) = (0..self.here.len()).partition(seen);
+        let troubles: Vec<Trouble> = here
+            .iter()
+            .filter(|rank| **rank != self.own)
+            .filter_map(|rank| self.trouble(shared, *rank, number, step))
+            .collect();
+        let hopeless = troubles.iter().any(|trouble| !matches!(trouble, Trouble::Behind(_)));
+        // What cannot be mended first.
+        let order = |trouble: &&Trouble| match trouble {
+            Trouble::Lost(_) => 0,
+            Trouble::Differs(_) => 1,
+            Trouble::Behind(_) => 2,
+        };
+        let mut sorted: Vec<&Trouble> = troubles.iter().collect();
+        sorted.sort_by_key(order);
+        const MOST: usize = 4;
+        let mut text = String::new();
+        for trouble in sorted.iter().take(MOST) {
+            let (Trouble::Lost(one) | Trouble::Differs(one) | Trouble::Behind(one)) = trouble;
+            let _ = write!(text, "{}{one}", if text.is_empty() { "" } else { "; " });
+        }
+        if sorted.len() > MOST {
+            let _ = write!(text, "; and {} more ranks", sorted.len() - MOST);
+        }
+        if text.is_empty() {
+            text.push_str(
+                "every rank that can be seen has made the call: its device, a link, or work in front of it is slow or stuck",
+            );
+        }
+        if !elsewhere.is_empty() {
+            let _ = write!(text, "; ranks {elsewhere:?} run elsewhere and cannot be seen from here");
+        }
+        Reason { hopeless, text }
+    }
+
+    /// What keeps this rank's latest call from being done.
+    pub(crate) fn why(&self) -> Reason {
+        let number = self.calls.load(Ordering::Relaxed);
+        let latest = self.shared.as_ref().map_or(0, |shared| {
+            shared.record(self.own)[RING + number as usize % RING_WORDS].load(Ordering::Relaxed) as u32
+        });
+        self.reason(number, Step::unpack(latest).unwrap_or(Step::of(Call::Shutdown)))
+    }
+
+    /// The same, where waiting longer cannot help.
+    pub(crate) fn hopeless(&self) -> Option<String> {
+        Some(self.why()).filter(|reason| reason.hopeless).map(|reason| reason.text)
+    }
+
+    fn trouble(&self, shared: &Shared, rank: usize, number: u64, step: Step) -> Option<Trouble> {
+        let record = shared.record(rank);
+        let calls = record[CALLS].load(Ordering::Acquire);
+        let ring = record[RING + number as usize % RING_WORDS].load(Ordering::Relaxed);
+        let theirs = (ring >> 32 == number & u64::from(u32::MAX)).then(|| Step::unpack(ring as u32)).flatten();
+        if let Some(theirs) = theirs.filter(|theirs| calls >= number && theirs.pack() != step.pack()) {
+            return Some(Trouble::Differs(format!(
+                "rank {rank} made another call as its number {number}, {theirs}: all ranks have to make the same calls in \
+                 the same order"
+            )));
+        }
+        let state = record[STATE].load(Ordering::Acquire);
+        if state == State::GaveUp as u64 {
+            return Some(Trouble::Lost(format!("rank {rank} gave up: {}", shared.text(rank))));
+        }
+        if calls >= number {
+            // It may have finished, left and ended since.
+            if state == State::Member as u64 && !shared.is_alive(rank) {
+                return Some(Trouble::Lost(format!("the process of rank {rank} has ended")));
+            }
+            let inside = step.call.is_queued() && record[QUEUED].load(Ordering::Acquire) < number;
+            let text = "has entered the call and not come out of it: it compiles kernels, or was stopped";
+            return inside.then(|| Trouble::Behind(format!("rank {rank} {text}")));
+        }
+        if state == State::Left as u64 {
+            return Some(Trouble::Lost(format!("rank {rank} has left the group after {calls} calls")));
+        }
+        if !shared.is_alive(rank) {
+            return Some(Trouble::Lost(format!("the process of rank {rank} has ended, after {calls} calls")));
+        }
+        let mut text = format!("rank {rank} has made {calls} calls");
+        if record[REFUSED].load(Ordering::Relaxed) == calls + 1 {
+            let _ = write!(text, ", and its next was refused: {}", shared.text(rank));
+        }
+        Some(Trouble::Behind(text))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STEP: Step = Step { call: Call::Dispatch, top_k: 8, size: 7168, dtype: Some(DType::BFloat16), weights: true };
+
+    fn group(name: u64, ranks: usize) -> Vec<Progress> {
+        let key = u64::from(std::process::id()) << 32 | name;
+        let members = (0..ranks).map(|rank| Progress::join(key, rank, vec![true; ranks])).collect();
+        Progress::close_door(key);
+        assert!(!Shared::path(key).exists());
+        members
+    }
+
+    #[test]
+    fn steps_round_trip() {
+        for call in Call::ALL {
+            assert_eq!(Step::unpack(Step::of(call).pack()), Some(Step::of(call)));
+        }
+        assert_eq!(Step::unpack(STEP.pack()), Some(STEP));
+        assert_eq!(STEP.to_string(), "nvte_ep_dispatch (top_k 8, rows of 7168 bfloat16, with weights)");
+        let prepare = Step { call: Call::Prepare, top_k: 32, size: 128, dtype: None, weights: false };
+        assert_eq!(Step::unpack(prepare.pack()), Some(prepare));
+        assert_eq!(prepare.to_string(), "nvte_ep_prepare (top_k 32, alignment 128)");
+        assert_eq!(Step::unpack(15), None);
+    }
+
+    #[test]
+    fn who_is_missing_is_named() {
+        let ranks = group(1, 4);
+        for rank in &ranks {
+            assert_eq!(rank.enter(Step::of(Call::Prepare)), 1);
+        }
+        assert_eq!(ranks[0].enter(STEP), 2);
+        ranks[1].enter(STEP);
+        ranks[2].refuse("nvte_ep_dispatch: tokens must be 2D");
+        let reason = ranks[0].reason(2, STEP);
+        assert!(!reason.hopeless);
+        assert_eq!(
+            reason.text,
+            "rank 2 has made 1 calls, and its next was refused: nvte_ep_dispatch: tokens must be 2D; rank 3 has made 1 calls"
+        );
+        ranks[2].enter(STEP);
+        ranks[3].enter(STEP);
+        ranks[1].queued(2);
+        ranks[2].queued(2);
+        let text = ranks[0].reason(2, STEP).text;
+        assert!(text.starts_with("rank 3 has entered the call and not come out of it"), "{text}");
+        ranks[3].queued(2);
+        let reason = ranks[0].reason(2, STEP);
+        assert!(
+            !reason.hopeless && reason.text.starts_with("every rank that can be seen has made the call"),
+            "{reason:?}"
+        );
+    }
+
+    #[test]
+    fn other_calls_and_lost_ranks_are_hopeless() {
+        let mut ranks = group(2, 3);
+        ranks[0].enter(STEP);
+        ranks[1].enter(Step { size: 512, ..STEP });
+        let text = ranks[0].hopeless().unwrap();
+        assert!(
+            text.starts_with("rank 1 made another call as its number 1, nvte_ep_dispatch (top_k 8, rows of 512"),
+            "{text}"
+        );
+        assert!(text.ends_with("; rank 2 has made 0 calls"), "{text}");
+
+        drop(ranks.pop());
+        let text = ranks[1].hopeless().unwrap();
+        assert!(text.starts_with("the process of rank 2 has ended, after 0 calls; rank 0 made another call"), "{text}");
+
+        let ranks = group(3, 3);
+        ranks[0].enter(STEP);
+        ranks[1].leave();
+        ranks[2].give_up("waited 5 ms");
+        assert_eq!(
+            ranks[0].hopeless().unwrap(),
+            "rank 1 has left the group after 0 calls; rank 2 gave up: waited 5 ms"
+        );
+    }
+
+    #[test]
+    fn who_left_after_the_call_is_not_missed() {
+        let ranks = group(4, 2);
+        for rank in &ranks {
+            rank.enter(Step::of(Call::Shutdown));
+        }
+        ranks[1].leave();
+        assert_eq!(ranks[0].hopeless(), None);
+    }
+
+    #[test]
+    fn other_machines_are_not_seen() {
+        let key = u64::from(std::process::id()) << 32 | 5;
+        let alone = Progress::join(key, 0, vec![true, false, true]);
+        Progress::close_door(key);
+        alone.enter(STEP);
+        let text = alone.reason(1, STEP).text;
+        assert!(text.ends_with("; ranks [1, 2] run elsewhere and cannot be seen from here"), "{text}");
+    }
+
+    #[test]
+    fn texts_are_cut_at_characters() {
+        let ranks = group(6, 2);
+        ranks[1].refuse(&"ü".repeat(400));
+        let text = ranks[0].reason(1, STEP).text;
+        assert!(text.matches('ü').count() == MAX_TEXT / 2 && !text.contains('\u{FFFD}'), "{text}");
+    }
+}

@@ -1,0 +1,152 @@
+// What the library itself costs a call: its time over a CUDA, NCCL and NCCL EP that do nothing, and its heap
+// allocations, of which there may be none after the first step of a shape. call_cost NO_OP_RUNTIME
+//
+// Times are printed, not judged: they are for docs and comparisons on one machine. Allocations are judged.
+
+#include <dlfcn.h>
+#include <transformer_engine/ep.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <new>
+#include <vector>
+
+#include "support/tensor.h"
+
+namespace {
+
+// Allocations of this thread while it counts.
+thread_local std::uint64_t allocations = 0;
+thread_local bool counting = false;
+
+using Malloc = void* (*)(std::size_t);
+using Calloc = void* (*)(std::size_t, std::size_t);
+using Realloc = void* (*)(void*, std::size_t);
+using MemAlign = int (*)(void**, std::size_t, std::size_t);
+
+template <typename F>
+F Next(const char* name) {
+  return reinterpret_cast<F>(dlsym(RTLD_NEXT, name));
+}
+
+}  // namespace
+
+extern "C" {
+void* __libc_malloc(std::size_t);
+void* __libc_calloc(std::size_t, std::size_t);
+void* __libc_realloc(void*, std::size_t);
+
+void* malloc(std::size_t bytes) {
+  allocations += counting;
+  return __libc_malloc(bytes);
+}
+void* calloc(std::size_t count, std::size_t bytes) {
+  allocations += counting;
+  return __libc_calloc(count, bytes);
+}
+void* realloc(void* memory, std::size_t bytes) {
+  allocations += counting;
+  return __libc_realloc(memory, bytes);
+}
+int posix_memalign(void** memory, std::size_t alignment, std::size_t bytes) {
+  static const MemAlign next = Next<MemAlign>("posix_memalign");
+  allocations += counting;
+  return next(memory, alignment, bytes);
+}
+}
+
+namespace {
+
+using test::Tensor;
+using Clock = std::chrono::steady_clock;
+
+constexpr int kCalls = 20000, kWarm = 200;
+
+// Median nanoseconds of a call, and allocations of all; prints them.
+template <typename Call>
+bool Measure(const char* name, Call&& call) {
+  for (int i = 0; i < kWarm; ++i) call();
+  std::vector<std::int64_t> times(kCalls);
+  allocations = 0;
+  for (int i = 0; i < kCalls; ++i) {
+    counting = true;
+    const auto start = Clock::now();
+    call();
+    const auto end = Clock::now();
+    counting = false;
+    times[i] = std::chrono::duration_cast<std::chrono::nanoseconds>(end - start).count();
+  }
+  std::sort(times.begin(), times.end());
+  std::printf("%-22s %8lld %8lld %12llu\n", name, static_cast<long long>(times[kCalls / 2]),
+              static_cast<long long>(times[kCalls * 99 / 100]), static_cast<unsigned long long>(allocations));
+  return allocations == 0;
+}
+
+bool Run() {
+  constexpr std::size_t kTokens = 4096, kHidden = 7168, kTopK = 8, kExperts = 64, kRows = kTokens * kTopK;
+  NVTEEpGroupConfig config = {};
+  config.ep_size = 1;
+  config.num_experts = kExperts;
+  config.max_tokens_per_rank = kTokens;
+  config.max_recv_tokens_per_rank = kRows;
+  config.hidden_dim = kHidden;
+  config.max_token_dtype = kNVTEBFloat16;
+  int communicator = 0;
+  nvte_ep_initialize(&communicator, config);
+  NVTEEpLayerConfig layer = {};
+  layer.top_k = kTopK;
+  std::size_t bytes = 0;
+  const std::uint64_t id = nvte_ep_register_layer(layer, &bytes);
+
+  // Nothing is read or written, so no tensor needs more memory than its address.
+  char* const memory = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
+  const Tensor mem(memory, kNVTEByte, {bytes});
+  const Tensor topk_idx(memory, kNVTEInt64, {kTokens, kTopK}), counts(memory, kNVTEInt32, {kExperts});
+  const Tensor tokens(memory, kNVTEBFloat16, {kTokens, kHidden}), weights(memory, kNVTEFloat32, {kTokens, kTopK});
+  const Tensor recv(memory, kNVTEBFloat16, {kRows, kHidden}), recv_weights(memory, kNVTEFloat32, {kRows});
+  const NVTEEpHandle handle = {id, mem.get()};
+  const NVTECommWindow none = {};
+  int stream_object = 0;
+  const auto stream = reinterpret_cast<cudaStream_t>(&stream_object);
+
+  std::printf("%-22s %8s %8s %12s\n", "call", "median", "99 %", "allocations");
+  bool none_allocates = Measure("two clock readings", [] {});
+  none_allocates &=
+      Measure("nvte_ep_prepare", [&] { nvte_ep_prepare(handle, topk_idx.get(), counts.get(), 0, stream); });
+  none_allocates &= Measure("nvte_ep_dispatch", [&] {
+    nvte_ep_dispatch(handle, topk_idx.get(), tokens.get(), none, weights.get(), none, recv.get(), none,
+                     recv_weights.get(), none, stream);
+  });
+  none_allocates &=
+      Measure("nvte_ep_combine", [&] { nvte_ep_combine(handle, recv.get(), none, tokens.get(), stream); });
+  none_allocates &= Measure("nvte_ep_combine_bwd",
+                            [&] { nvte_ep_combine_bwd(handle, tokens.get(), none, recv.get(), none, stream); });
+  none_allocates &= Measure("nvte_ep_dispatch_bwd", [&] {
+    nvte_ep_dispatch_bwd(handle, recv.get(), none, recv_weights.get(), none, tokens.get(), weights.get(), stream);
+  });
+  nvte_ep_shutdown();
+  std::free(memory);
+  return none_allocates;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 2) {
+    std::fprintf(stderr, "usage: %s NO_OP_RUNTIME\n", argv[0]);
+    return 2;
+  }
+  setenv("NVTE_EP_RUNTIME", "host", 1);
+  setenv("NVTE_EP_HOST_LIB", argv[1], 1);
+  try {
+    if (Run()) return 0;
+    std::fprintf(stderr, "a call allocates\n");
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+  }
+  return 1;
+}
