@@ -162,7 +162,8 @@ fn agreed(config: &GroupConfig, options: &Options, nccl: i32) -> Vec<(String, u6
     ];
     let options = options.into_iter().map(|(name, value)| (format!("option {name}"), value));
     let fields = fields.into_iter().map(|(name, value)| (format!("group_config.{name}"), value));
-    fields.chain(by_dialect).chain(options).chain(versions).collect()
+    let variables = preflight::agreed_variables();
+    fields.chain(by_dialect).chain(options).chain(versions).chain(variables).collect()
 }
 
 /// Creates the EP group of the calling thread's current device over `comm`. Collective.
@@ -549,18 +550,10 @@ impl Backend {
     ) -> Result<Self> {
         let facts = base.cuda.device_facts(device)?;
         let nccl = base.nccl.version()?;
-        let place = Place {
-            host: preflight::host_id(),
-            // On the host runtime nothing has to be resident together, so no two ranks count as sharing.
-            device: match base.runtime {
-                RuntimeKind::Cuda => (facts.pci.0 as u64) << 32 | (facts.pci.1 as u64) << 16 | facts.pci.2 as u64,
-                RuntimeKind::Host => comm_facts.rank as u64,
-            },
-            sm_count: facts.sm_count as u32,
-        };
         let ready = || -> Result<(&'static NcclEpLibrary, IndexCopier)> {
             preflight::device(device, &facts)?;
             preflight::nccl_version(nccl)?;
+            preflight::surroundings(base, &facts, &comm_facts)?;
             let library = sys::nccl_ep(base, &env)?;
             preflight::separate_sms(&config, options, library)?;
             match base.runtime {
@@ -572,25 +565,16 @@ impl Backend {
         };
         // A rank that cannot go on says so to all of them, rather than leave them waiting for it.
         let ready = ready();
+        let place = preflight::place(base, &facts, &comm_facts, ready.as_ref().ok().map(|(library, _)| *library));
         let (names, equal): (Vec<_>, Vec<_>) = agreed(&config, options, nccl).into_iter().unzip();
-        let own = Statement {
-            equal,
-            own: vec![place.host, place.device, place.sm_count.into()],
-            refusal: ready.as_ref().err().map(Error::to_string),
-        };
+        let own = Statement { equal, own: place.words(), refusal: ready.as_ref().err().map(Error::to_string) };
         let meeting = Meeting::new(base, comm, comm_facts)?;
         // SAFETY: the caller vouches for `comm`.
         let statements =
             unsafe { meeting.exchange(Kind::Statement, &own, env.timeout, "all ranks to call nvte_ep_initialize") }?;
-        let places: Vec<Place> = statements
-            .iter()
-            .map(|statement| match *statement.own.as_slice() {
-                [host, device, sm_count] => Place { host, device, sm_count: sm_count as u32 },
-                _ => unreachable!("three numbers were asked for"),
-            })
-            .collect();
+        let places: Vec<Place> = statements.iter().map(|statement| Place::from_words(&statement.own)).collect();
         let agreed = agreement::compare(&names, &statements)
-            .and_then(|()| preflight::sm_counts(&config, options, &places))
+            .and_then(|()| preflight::fit(&config, options, &places))
             .and_then(|sms| {
                 // All ranks come here or none does: what was compared is the same on all of them.
                 // SAFETY: the caller vouches for `comm`.
