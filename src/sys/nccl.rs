@@ -79,27 +79,31 @@ impl Nccl {
         // SAFETY: as above.
         self.check("ncclCommCuDevice", unsafe { (self.ncclCommCuDevice)(comm, &raw mut device) })?;
         // SAFETY: as above.
-        Ok(CommFacts { size, rank, device, links: unsafe { self.links(comm) }? })
+        Ok(CommFacts { size, rank, device, links: unsafe { self.links(comm) } })
     }
 
-    /// How the communicator's ranks reach each other; none where NCCL has no function that tells.
+    /// How the communicator's ranks reach each other; none where NCCL has no function that tells, or not of this version's
+    /// structure.
     ///
     /// # Safety
     /// As [`Nccl::comm_facts`].
-    unsafe fn links(&self, comm: b::ncclComm_t) -> Result<Option<Links>> {
-        let Some(query) = self.ncclCommQueryProperties else { return Ok(None) };
+    unsafe fn links(&self, comm: b::ncclComm_t) -> Option<Links> {
+        let query = self.ncclCommQueryProperties?;
         // SAFETY: numbers and flags, of which zero is a value.
         let mut properties: b::ncclCommProperties_t = unsafe { std::mem::zeroed() };
         properties.size = size_of::<b::ncclCommProperties_t>();
         properties.magic = b::NCCL_API_MAGIC;
         properties.version = b::NCCL_VERSION_CODE;
         // SAFETY: the caller vouches for `comm`; the structure is as long as it says.
-        self.check("ncclCommQueryProperties", unsafe { query(comm, &raw mut properties) })?;
-        Ok(Some(Links {
+        if let Err(error) = self.check("ncclCommQueryProperties", unsafe { query(comm, &raw mut properties) }) {
+            tracing::warn!(target: "nvte_ep", "{error}");
+            return None;
+        }
+        Some(Links {
             device_api: properties.deviceApiSupport,
             domains: u32::try_from(properties.nLsaTeams).unwrap_or(0),
             network: properties.railedGinType != b::NCCL_GIN_TYPE_NONE,
-        }))
+        })
     }
 }
 

@@ -87,10 +87,11 @@ TEST_F(GroupConfigErrors, MoreMemoryThanThereIs) {
   shape.experts_per_rank = 8;
   shape.max_tokens = 65536;
   shape.hidden = 16 * 7168;
-  EXPECT_TRUE(Throws("nvte_ep_initialize",
-                     {"bytes of device memory", "for scales of received rows", "free; eager mode",
-                      std::to_string(8 * 65536 * Ranks()) + " rows a rank", "pass an explicit max_recv_tokens_per_rank"},
-                     [&] { Group group(shape); }));
+  EXPECT_TRUE(
+      Throws("nvte_ep_initialize",
+             {"bytes of device memory", "for scales of received rows", "free; eager mode",
+              std::to_string(8 * 65536 * Ranks()) + " rows a rank", "pass an explicit max_recv_tokens_per_rank"},
+             [&] { Group group(shape); }));
   shape.eager = false;
   EXPECT_TRUE(Throws("nvte_ep_initialize", {"bytes of device memory", "lower max_recv_tokens_per_rank"},
                      [&] { Group group(shape); }));
@@ -119,8 +120,9 @@ TEST_F(GroupConfigErrors, VariablesOfOneRank) {
     const Variable variable(name, World::Get().rank() == 1 ? value : nullptr);
     Refuses([](NVTEEpGroupConfig&) {}, parts);
   };
-  refuses("NCCL_EP_TOKENS_PER_CHUNK", "128",
-          {"all ranks must pass the same NCCL_EP_TOKENS_PER_CHUNK in the environment", "rank 1 has 128, rank 0 has -1"});
+  refuses(
+      "NCCL_EP_TOKENS_PER_CHUNK", "128",
+      {"all ranks must pass the same NCCL_EP_TOKENS_PER_CHUNK in the environment", "rank 1 has 128, rank 0 has -1"});
   refuses("NCCL_EP_COMM_SMS", "8", {"same NCCL_EP_COMM_SMS in the environment", "rank 1 has 8"});
   refuses("NCCL_EP_DISABLE_GUARD", "on", {"same NCCL_EP_DISABLE_GUARD in the environment: rank 1 has 1, rank 0 has 0"});
   refuses("NCCL_EP_HT_EM_LOCAL_DUP", "1", {"same NCCL_EP_HT_EM_LOCAL_DUP in the environment"});
