@@ -18,6 +18,7 @@ use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::OnceLock;
 
 /// Lowest NCCL whose device interface NCCL EP 0.1 works with.
 const MIN_NCCL: i32 = 23004;
@@ -295,6 +296,9 @@ fn set_by_user(name: &str) -> Option<OsString> {
 
 /// What this rank is and has, for the exchange.
 pub(crate) fn place(base: &Base, facts: &DeviceFacts, comm: &CommFacts, library: Option<&NcclEpLibrary>) -> Place {
+    // A process has one NCCL EP, and telling takes reading its file.
+    static BARRIERS_FOR_ALL: OnceLock<bool> = OnceLock::new();
+    let enough_barriers = library.is_none_or(|it| *BARRIERS_FOR_ALL.get_or_init(|| it.reads_variable(DISPATCH_SMS)));
     let local_sms = LOCAL_SMS.map(|name| variables::count(name, &set_by_user).ok().flatten().unwrap_or(0));
     Place {
         host: host_id(),
@@ -304,9 +308,10 @@ pub(crate) fn place(base: &Base, facts: &DeviceFacts, comm: &CommFacts, library:
             RuntimeKind::Host => comm.rank as u64,
         },
         sm_count: facts.sm_count as u32,
-        free: base.cuda.memory_info().map_or(u64::MAX, |(free, _)| free as u64),
+        // A total of 0 is no answer.
+        free: base.cuda.memory_info().ok().filter(|(_, total)| *total > 0).map_or(u64::MAX, |(free, _)| free as u64),
         domains: comm.links.map_or(0, |links| links.domains),
-        dispatch_blocks: place::dispatch_blocks(library.is_none_or(|library| library.reads_variable(DISPATCH_SMS))),
+        dispatch_blocks: place::dispatch_blocks(enough_barriers),
         local_sms,
     }
 }
@@ -491,6 +496,29 @@ mod tests {
         let many = Options { dispatch_sms: Some(40), combine_sms: Some(40), ..Options::default() };
         let text = counts(&config, &many, &apart).unwrap_err();
         assert!(text.starts_with("option dispatch_sms must be at most 34 with this NCCL EP, got 40"), "{text}");
+    }
+
+    /// The only test that changes the process's environment.
+    #[test]
+    fn kernels_are_widened_for_as_long_as_no_rank_shares_the_device() {
+        let alone = [place::tests::place(1, 0), place::tests::place(1, 1)];
+        let shared = [alone[0]; 2];
+        let [shuffle, preprocess] = LOCAL_SMS;
+        set(preprocess, Some("20".as_ref()));
+        let widened = |places: &[Place]| {
+            widen_local_kernels(places, places[0]);
+            (process(shuffle), process(preprocess))
+        };
+        let user = Some(OsString::from("20"));
+        assert_eq!(widened(&alone), (Some("132".into()), user.clone()));
+        assert_eq!(
+            (set_by_user(shuffle), set_by_user(preprocess)),
+            (None, user.clone()),
+            "ours is told from the user's"
+        );
+        assert_eq!(widened(&shared), (None, user.clone()), "an earlier group's number would hang this one");
+        assert_eq!(widened(&alone), (Some("132".into()), user));
+        LOCAL_SMS.iter().for_each(|name| set(name, None));
     }
 
     struct Installation {
