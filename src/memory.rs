@@ -30,18 +30,23 @@ impl GroupMemory {
     #[must_use]
     pub fn of(config: &GroupConfig) -> Self {
         let (ranks, tokens) = (u64::from(config.ep_size), u64::from(config.dispatch_limit()));
+        Self {
+            staging: Self::staging_parts(config).iter().sum::<u64>().next_multiple_of(PIECE),
+            routing_map: piece(ranks * tokens * u64::from(config.num_experts.div_ceil(8))),
+            workspace: WORKSPACE,
+        }
+    }
+
+    /// What staging holds: rows, scales, weights.
+    #[must_use]
+    pub fn staging_parts(config: &GroupConfig) -> [u64; 3] {
+        let (ranks, tokens) = (u64::from(config.ep_size), u64::from(config.dispatch_limit()));
         let (rows, row) = (config.internal_rows(), config.max_token_bytes() as u64);
-        let weights = part(rows * u64::from(config.num_experts) * 4);
         let staged = match config.transfer {
             Transfer::Staged => part(ranks * tokens * row),
             Transfer::ZeroCopy => 0,
         };
-        let scales = part(rows * row);
-        Self {
-            staging: (2 * staged + 2 * weights + scales).next_multiple_of(PIECE),
-            routing_map: piece(ranks * tokens * u64::from(config.num_experts.div_ceil(8))),
-            workspace: WORKSPACE,
-        }
+        [2 * staged, part(rows * row), 2 * part(rows * u64::from(config.num_experts) * 4)]
     }
 
     /// All of it.

@@ -1,22 +1,27 @@
 //! What would make the libraries below abort, exit or hang, looked at before they are asked.
 
+mod cache;
+mod place;
+mod variables;
+
+pub(crate) use place::Place;
+
 use crate::config::GroupConfig;
-use crate::env::{NCCL_EP_HOME, NCCL_HOME};
+use crate::env::{NCCL_EP_HOME, NCCL_HOME, RuntimeKind};
 use crate::error::{Error, Result};
 use crate::options::Options;
 use crate::sys::nccl::{CommFacts, version_text};
 use crate::sys::{Base, NCCL_PREFIXES, NcclEpLibrary, ancestors, cuda::DeviceFacts, site_packages};
-use std::ffi::OsString;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use parking_lot::Mutex;
+use place::{resident_cap, sharing, sm_cap};
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::OnceLock;
 
 /// Lowest NCCL whose device interface NCCL EP 0.1 works with.
 const MIN_NCCL: i32 = 23004;
-
-/// Streaming multiprocessors for communication when the caller leaves the choice: more give no more speed on one
-/// NVLink domain (TransformerEngine takes the same).
-const AUTO_SMS: u32 = 32;
 
 /// # Errors
 /// A device older than Hopper.
@@ -65,22 +70,6 @@ pub(crate) fn communicator(comm: &CommFacts, ep_size: u32, device: i32) -> Resul
     Ok(())
 }
 
-/// Where one rank runs, for [`sm_cap`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Place {
-    /// The same for ranks of one machine only.
-    pub(crate) host: u64,
-    /// The same for ranks on one device of a machine only.
-    pub(crate) device: u64,
-    /// Streaming multiprocessors of the device.
-    pub(crate) sm_count: u32,
-}
-
-/// How many ranks are where `place` is.
-fn sharing(places: &[Place], place: &Place) -> u32 {
-    places.iter().filter(|p| (p.host, p.device) == (place.host, place.device)).count() as u32
-}
-
 /// Identifies this machine's running system.
 pub(crate) fn host_id() -> u64 {
     use std::hash::{DefaultHasher, Hash, Hasher};
@@ -89,30 +78,12 @@ pub(crate) fn host_id() -> u64 {
     hasher.finish()
 }
 
-/// The cap on streaming multiprocessors, equal on every rank. The kernels of all ranks on one device wait for each other
-/// and so must all be resident: together they may not ask for more than the device has.
-///
-/// `field` names the cap in the message.
-///
-/// # Errors
-/// An explicit cap that breaks this, or that is beyond a device's count.
-pub(crate) fn sm_cap(argument: &str, requested: Option<u32>, places: &[Place]) -> Result<u32> {
-    let most = places.iter().map(|place| place.sm_count / sharing(places, place)).min().unwrap_or(AUTO_SMS);
-    let Some(requested) = requested else { return Ok(AUTO_SMS.min(most).max(1)) };
-    if requested <= most {
-        return Ok(requested);
-    }
-    let busiest =
-        places.iter().max_by_key(|place| sharing(places, place)).map_or((0, 0), |p| (p.sm_count, sharing(places, p)));
-    Err(Error::argument(
-        argument,
-        format!("must be at most {most} where {} of the ranks are on one device of {} SMs", busiest.1, busiest.0),
-        requested,
-    )
-    .with_remedy("pass 0 for an automatic choice; more would hang the first step"))
-}
-
 type Lookup<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+
+/// A variable of the process; an empty one counts as unset.
+pub(crate) fn process(name: &str) -> Option<OsString> {
+    std::env::var_os(name).filter(|value| !value.is_empty())
+}
 
 /// What NCCL EP's run-time compiler needs and how it is told: names and values of environment variables.
 #[derive(Debug, PartialEq, Eq)]
@@ -123,9 +94,7 @@ pub(crate) struct JitSettings(Vec<(&'static str, PathBuf)>);
 /// # Errors
 /// The missing piece, where it was looked for and how to provide it.
 pub(crate) fn jit(base: &Base, library: &NcclEpLibrary, nccl_version: i32) -> Result<JitSettings> {
-    jit_from(base.nccl_path.as_deref(), library.path.as_deref(), nccl_version, &|name| {
-        std::env::var_os(name).filter(|value| !value.is_empty())
-    })
+    jit_from(base.nccl_path.as_deref(), library.path.as_deref(), nccl_version, &process)
 }
 
 fn jit_from(nccl: Option<&Path>, nccl_ep: Option<&Path>, version: i32, env: Lookup<'_>) -> Result<JitSettings> {
@@ -190,7 +159,7 @@ fn jit_from(nccl: Option<&Path>, nccl_ep: Option<&Path>, version: i32, env: Look
         ("NCCL_EP_JIT_SOURCE_DIR", sources),
         ("NCCL_EP_JIT_BUILD_INCLUDE_DIR", nccl_headers),
         ("NCCL_EP_JIT_CUDA_INCLUDE_DIR", cuda_headers),
-        ("NCCL_EP_JIT_CACHE_DIR", cache_directory(env)?),
+        (cache::VARIABLE, cache::directory(env)?),
     ]))
 }
 
@@ -293,32 +262,6 @@ fn header_version(folder: &Path) -> Option<i32> {
     line.trim().parse().ok()
 }
 
-/// The folder for compiled kernels: the user's choice, or one of this user's own (NCCL EP's default is shared by all
-/// users of the machine). It has to be writable, and nobody else's.
-fn cache_directory(env: Lookup<'_>) -> Result<PathBuf> {
-    const VARIABLE: &str = "NCCL_EP_JIT_CACHE_DIR";
-    // SAFETY: cannot fail and touches nothing.
-    let user = unsafe { libc::geteuid() };
-    let chosen = env(VARIABLE).map(PathBuf::from);
-    let folder = chosen.clone().unwrap_or_else(|| {
-        env("TMPDIR").map_or_else(|| PathBuf::from("/tmp"), PathBuf::from).join(format!("nvte_ep_jit_{user}"))
-    });
-    let refuse = |why: String| Error::Preflight {
-        problem: format!("NCCL EP's compile cache {} {why}", folder.display()),
-        remedy: format!("set {VARIABLE} to a folder that you can write"),
-    };
-    let mut builder = std::fs::DirBuilder::new();
-    builder.recursive(true).mode(0o700).create(&folder).map_err(|e| refuse(format!("cannot be made: {e}")))?;
-    let owner = folder.metadata().map_err(|e| refuse(format!("cannot be read: {e}")))?.uid();
-    if chosen.is_none() && owner != user {
-        return Err(refuse(format!("belongs to user {owner}")));
-    }
-    let probe = folder.join(format!(".nvte_ep_probe_{}", std::process::id()));
-    std::fs::write(&probe, b"").map_err(|e| refuse(format!("cannot be written: {e}")))?;
-    let _ = std::fs::remove_file(&probe);
-    Ok(folder)
-}
-
 impl JitSettings {
     /// Sets what the user left unset, for NCCL EP to read.
     pub(crate) fn export(self) {
@@ -330,13 +273,73 @@ impl JitSettings {
 /// would take no more multiprocessors than communication. Not where ranks share a device: blocks of these kernels wait
 /// for each other, and with the other ranks' waiting kernels on the device there would not be room for all of them.
 pub(crate) fn widen_local_kernels(places: &[Place], own: Place) {
-    if sharing(places, &own) > 1 {
-        return;
-    }
+    let alone = sharing(places, &own) == 1;
     let sm_count = OsString::from(own.sm_count.to_string());
-    for name in ["NCCL_EP_SHUFFLE_SMS", "NCCL_EP_PREPROCESS_NUM_SMS"] {
-        set_if_unset(name, &sm_count);
+    for name in LOCAL_SMS {
+        if set_by_user(name).is_none() {
+            let value = alone.then(|| sm_count.clone());
+            set(name, value.as_deref());
+            WIDENED.lock().insert(name, value);
+        }
     }
+}
+
+const LOCAL_SMS: [&str; 2] = [variables::SHUFFLE_SMS, variables::PREPROCESS_SMS];
+
+/// What [`widen_local_kernels`] left in the environment, for an earlier group of this process perhaps.
+static WIDENED: Mutex<BTreeMap<&str, Option<OsString>>> = Mutex::new(BTreeMap::new());
+
+/// A variable as the user set it.
+fn set_by_user(name: &str) -> Option<OsString> {
+    process(name).filter(|value| WIDENED.lock().get(name).and_then(Option::as_ref) != Some(value))
+}
+
+/// What this rank is and has, for the exchange.
+pub(crate) fn place(base: &Base, facts: &DeviceFacts, comm: &CommFacts, library: Option<&NcclEpLibrary>) -> Place {
+    // A process has one NCCL EP, and telling takes reading its file.
+    static BARRIERS_FOR_ALL: OnceLock<bool> = OnceLock::new();
+    let enough_barriers = library.is_none_or(|it| *BARRIERS_FOR_ALL.get_or_init(|| it.reads_variable(DISPATCH_SMS)));
+    let local_sms = LOCAL_SMS.map(|name| variables::count(name, &set_by_user).ok().flatten().unwrap_or(0));
+    Place {
+        host: host_id(),
+        // On the host runtime nothing has to be resident together, so no two ranks count as sharing.
+        device: match base.runtime {
+            RuntimeKind::Cuda => (facts.pci.0 as u64) << 32 | (facts.pci.1 as u64) << 16 | facts.pci.2 as u64,
+            RuntimeKind::Host => comm.rank as u64,
+        },
+        sm_count: facts.sm_count as u32,
+        // A total of 0 is no answer.
+        free: base.cuda.memory_info().ok().filter(|(_, total)| *total > 0).map_or(u64::MAX, |(free, _)| free as u64),
+        domains: comm.links.map_or(0, |links| links.domains),
+        dispatch_blocks: place::dispatch_blocks(enough_barriers),
+        local_sms,
+    }
+}
+
+/// # Errors
+/// NCCL EP's variables, or the communicator's links, are such that it would fail or hang.
+pub(crate) fn surroundings(base: &Base, facts: &DeviceFacts, comm: &CommFacts) -> Result<()> {
+    variables::check(&set_by_user, facts.sm_count as u32)?;
+    match base.runtime {
+        RuntimeKind::Cuda => place::links(comm, &process),
+        // It reaches every rank, whatever is said of NCCL.
+        RuntimeKind::Host => Ok(()),
+    }
+}
+
+/// What of the environment must be equal on all ranks, by name.
+pub(crate) fn agreed_variables() -> Vec<(String, u64)> {
+    variables::agreed(&process)
+}
+
+/// What the configuration needs of all ranks' places: room on the devices, links, multiprocessors.
+///
+/// # Errors
+/// The same on every rank.
+pub(crate) fn fit(config: &GroupConfig, options: &Options, places: &[Place]) -> Result<SmCounts> {
+    place::domains(places)?;
+    place::device_memory(config, places)?;
+    sm_counts(config, options, places, &process)
 }
 
 /// Asks NCCL EP for the slot order that our interface promises: rows by source rank and source row. Builds with API 3 hand
@@ -358,19 +361,22 @@ pub(crate) struct SmCounts {
     pub(crate) preprocess: Option<u32>,
 }
 
-/// The counts that configuration and options ask for, each within [`sm_cap`].
+/// The counts that configuration and options ask for, each within [`sm_cap`] or [`resident_cap`].
 ///
 /// # Errors
 /// As there.
-pub(crate) fn sm_counts(config: &GroupConfig, options: &Options, places: &[Place]) -> Result<SmCounts> {
+fn sm_counts(config: &GroupConfig, options: &Options, places: &[Place], env: Lookup<'_>) -> Result<SmCounts> {
     let field = format!("group_config.{}", config.dialect.sm_field);
     let cap = sm_cap(&field, config.max_num_sms, places)?;
-    let of = |name, count: Option<u32>| count.map(|count| sm_cap(name, Some(count), places)).transpose();
-    Ok(SmCounts {
-        dispatch: of("option dispatch_sms", options.dispatch_sms)?.unwrap_or(cap),
-        combine: of("option combine_sms", options.combine_sms)?.unwrap_or(cap),
-        preprocess: of("option preprocess_sms", options.preprocess_sms)?,
-    })
+    let resident = |name, count: Option<u32>| count.map(|count| resident_cap(name, count, places)).transpose();
+    let dispatch = options.dispatch_sms.map(|count| sm_cap("option dispatch_sms", Some(count), places)).transpose()?;
+    let counts = SmCounts {
+        dispatch: dispatch.unwrap_or(cap),
+        combine: resident("option combine_sms", options.combine_sms)?.unwrap_or(cap),
+        preprocess: resident("option preprocess_sms", options.preprocess_sms)?,
+    };
+    place::variables_fit(env, places)?;
+    Ok(counts)
 }
 
 /// # Errors
@@ -407,34 +413,36 @@ impl GroupVariables {
         if let Some(deterministic) = options.deterministic {
             all.push((SCAN_MODE, u8::from(deterministic).to_string()));
         }
-        let set = |(name, value): (&'static str, String)| {
+        let replace = |(name, value): (&'static str, String)| {
             let before = std::env::var_os(name);
-            // SAFETY: as in `set_if_unset`.
-            unsafe { std::env::set_var(name, value) };
+            set(name, Some(value.as_ref()));
             (name, before)
         };
-        Self(all.into_iter().map(set).collect())
+        Self(all.into_iter().map(replace).collect())
     }
 }
 
 impl Drop for GroupVariables {
     fn drop(&mut self) {
         for (name, before) in self.0.drain(..) {
-            match before {
-                // SAFETY: as in `set_if_unset`.
-                Some(value) => unsafe { std::env::set_var(name, value) },
-                // SAFETY: as in `set_if_unset`.
-                None => unsafe { std::env::remove_var(name) },
-            }
+            set(name, before.as_deref());
         }
     }
 }
 
-fn set_if_unset(name: &str, value: &std::ffi::OsStr) {
-    if std::env::var_os(name).is_none_or(|value| value.is_empty()) {
+fn set_if_unset(name: &str, value: &OsStr) {
+    if process(name).is_none() {
+        set(name, Some(value));
+    }
+}
+
+fn set(name: &str, value: Option<&OsStr>) {
+    match value {
         // SAFETY: done in initialize, before NCCL EP reads it. A program that changes its environment in another thread
         // at the same time has that race with every getenv of the libraries.
-        unsafe { std::env::set_var(name, value) };
+        Some(value) => unsafe { std::env::set_var(name, value) },
+        // SAFETY: as above.
+        None => unsafe { std::env::remove_var(name) },
     }
 }
 
@@ -460,7 +468,7 @@ mod tests {
 
     #[test]
     fn the_communicator_has_to_fit() {
-        let comm = CommFacts { size: 4, rank: 1, device: 2 };
+        let comm = CommFacts { size: 4, rank: 1, device: 2, links: None };
         communicator(&comm, 4, 2).unwrap();
         let text = communicator(&comm, 2, 2).unwrap_err().to_string();
         assert!(text.contains("exactly group_config.ep_size ranks, 2, got a communicator of 4"), "{text}");
@@ -469,33 +477,48 @@ mod tests {
     }
 
     #[test]
-    fn multiprocessors_are_shared_out() {
-        let place = |host, device| Place { host, device, sm_count: 132 };
+    fn counts_of_configuration_and_options() {
+        let place = |host, device| place::tests::place(host, device);
         let apart: Vec<_> = (0..8).map(|device| place(1, device)).collect();
-        let (two, eight) = (vec![place(1, 0); 2], vec![place(1, 0); 8]);
-        assert_eq!(sm_cap("max_num_sms", None, &apart).unwrap(), 32);
-        assert_eq!(sm_cap("max_num_sms", None, &two).unwrap(), 32);
-        assert_eq!(sm_cap("max_num_sms", None, &eight).unwrap(), 16);
-        assert_eq!(sm_cap("max_num_sms", Some(66), &two).unwrap(), 66);
-        assert_eq!(sm_cap("max_num_sms", Some(132), &[place(1, 0), place(2, 0)]).unwrap(), 132);
-        let text = sm_cap("max_num_sms", Some(32), &eight).unwrap_err().to_string();
-        assert!(
-            text.contains("must be at most 16 where 8 of the ranks are on one device of 132 SMs, got 32"),
-            "{text}"
-        );
-        assert!(sm_cap("max_num_sms", Some(133), &apart).is_err());
-
+        let eight = vec![place(1, 0); 8];
+        let counts = |config: &GroupConfig, options: &Options, places: &[Place]| {
+            sm_counts(config, options, places, &|_| None).map_err(|error| error.to_string())
+        };
         let config = GroupConfig::try_from(GroupRequest { max_num_sms: 20, ..REQUEST }).unwrap();
-        let options = Options { combine_sms: Some(8), preprocess_sms: Some(16), ..Options::default() };
-        let counts = sm_counts(&config, &options, &apart).unwrap();
-        assert_eq!(counts, SmCounts { dispatch: 20, combine: 8, preprocess: Some(16) });
-        let text =
-            sm_counts(&config, &Options { preprocess_sms: Some(17), ..options }, &eight).unwrap_err().to_string();
+        let options = Options { combine_sms: Some(8), preprocess_sms: Some(132), ..Options::default() };
+        let expected = SmCounts { dispatch: 20, combine: 8, preprocess: Some(132) };
+        assert_eq!(counts(&config, &options, &apart).unwrap(), expected);
+        let text = counts(&config, &Options { preprocess_sms: Some(17), ..options }, &eight).unwrap_err();
         assert!(text.starts_with("group_config.max_num_sms must be at most 16"), "{text}");
         let config = GroupConfig::try_from(GroupRequest { max_num_sms: 16, ..REQUEST }).unwrap();
-        let text =
-            sm_counts(&config, &Options { preprocess_sms: Some(17), ..options }, &eight).unwrap_err().to_string();
+        let text = counts(&config, &Options { preprocess_sms: Some(17), ..options }, &eight).unwrap_err();
         assert!(text.starts_with("option preprocess_sms must be at most 16 where 8 of the ranks"), "{text}");
+        let many = Options { dispatch_sms: Some(40), combine_sms: Some(40), ..Options::default() };
+        let text = counts(&config, &many, &apart).unwrap_err();
+        assert!(text.starts_with("option dispatch_sms must be at most 34 with this NCCL EP, got 40"), "{text}");
+    }
+
+    /// The only test that changes the process's environment.
+    #[test]
+    fn kernels_are_widened_for_as_long_as_no_rank_shares_the_device() {
+        let alone = [place::tests::place(1, 0), place::tests::place(1, 1)];
+        let shared = [alone[0]; 2];
+        let [shuffle, preprocess] = LOCAL_SMS;
+        set(preprocess, Some("20".as_ref()));
+        let widened = |places: &[Place]| {
+            widen_local_kernels(places, places[0]);
+            (process(shuffle), process(preprocess))
+        };
+        let user = Some(OsString::from("20"));
+        assert_eq!(widened(&alone), (Some("132".into()), user.clone()));
+        assert_eq!(
+            (set_by_user(shuffle), set_by_user(preprocess)),
+            (None, user.clone()),
+            "ours is told from the user's"
+        );
+        assert_eq!(widened(&shared), (None, user.clone()), "an earlier group's number would hang this one");
+        assert_eq!(widened(&alone), (Some("132".into()), user));
+        LOCAL_SMS.iter().for_each(|name| set(name, None));
     }
 
     struct Installation {

@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// Bytes of one rank's record: a word for its kind, a word for the text's length plus one, the fields, the text.
-const RECORD: usize = 1024;
-const MAX_FIELDS: usize = 24;
+const RECORD: usize = 2048;
+const MAX_FIELDS: usize = 64;
 const HEAD: usize = 8 * (MAX_FIELDS + 2);
 const MAX_TEXT: usize = RECORD - HEAD;
 

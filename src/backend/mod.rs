@@ -171,7 +171,8 @@ fn agreed(config: &GroupConfig, options: &Options, nccl: i32) -> Vec<(String, u6
     ];
     let options = options.into_iter().map(|(name, value)| (format!("option {name}"), value));
     let fields = fields.into_iter().map(|(name, value)| (format!("group_config.{name}"), value));
-    fields.chain(by_dialect).chain(options).chain(versions).collect()
+    let variables = preflight::agreed_variables();
+    fields.chain(by_dialect).chain(options).chain(versions).chain(variables).collect()
 }
 
 /// Creates the EP group of the calling thread's current device over `comm`. Collective.
@@ -592,18 +593,10 @@ impl Backend {
     ) -> Result<Self> {
         let facts = base.cuda.device_facts(device)?;
         let nccl = base.nccl.version()?;
-        let place = Place {
-            host: preflight::host_id(),
-            // On the host runtime nothing has to be resident together, so no two ranks count as sharing.
-            device: match base.runtime {
-                RuntimeKind::Cuda => (facts.pci.0 as u64) << 32 | (facts.pci.1 as u64) << 16 | facts.pci.2 as u64,
-                RuntimeKind::Host => comm_facts.rank as u64,
-            },
-            sm_count: facts.sm_count as u32,
-        };
         let ready = || -> Result<(&'static NcclEpLibrary, IndexCopier)> {
             preflight::device(device, &facts)?;
             preflight::nccl_version(nccl)?;
+            preflight::surroundings(base, &facts, &comm_facts)?;
             let library = sys::nccl_ep(base, &env)?;
             preflight::separate_sms(&config, options, library)?;
             match base.runtime {
@@ -615,28 +608,27 @@ impl Backend {
         };
         // A rank that cannot go on says so to all of them, rather than leave them waiting for it.
         let ready = ready();
+        let place = preflight::place(base, &facts, &comm_facts, ready.as_ref().ok().map(|(library, _)| *library));
         let (names, equal): (Vec<_>, Vec<_>) = agreed(&config, options, nccl).into_iter().unzip();
-        let own = Statement {
-            equal,
-            own: vec![place.host, place.device, place.sm_count.into(), random()],
-            refusal: ready.as_ref().err().map(Error::to_string),
-        };
+        let mut own = place.words();
+        own.push(random());
+        let own = Statement { equal, own, refusal: ready.as_ref().err().map(Error::to_string) };
         let mut meeting = Meeting::new(base, comm, comm_facts)?;
         // SAFETY: the caller vouches for `comm`.
         let statements =
             unsafe { meeting.exchange(Kind::Statement, &own, env.timeout, "all ranks to call nvte_ep_initialize") }?;
-        let places: Vec<Place> = statements
+        let (keys, places): (Vec<u64>, Vec<Place>) = statements
             .iter()
-            .map(|statement| match *statement.own.as_slice() {
-                [host, device, sm_count, _] => Place { host, device, sm_count: sm_count as u32 },
-                _ => unreachable!("four numbers were asked for"),
+            .map(|statement| {
+                let (key, place) = statement.own.split_last().expect("as many numbers as were asked for");
+                (*key, Place::from_words(place))
             })
-            .collect();
+            .unzip();
         let agreed = agreement::compare(&names, &statements)
-            .and_then(|()| preflight::sm_counts(&config, options, &places))
+            .and_then(|()| preflight::fit(&config, options, &places))
             .and_then(|sms| {
                 // All ranks come here or none does: what was compared is the same on all of them.
-                let (own, key) = (comm_facts.rank as usize, statements[0].own[3]);
+                let (own, key) = (comm_facts.rank as usize, keys[0]);
                 let here = places.iter().map(|there| there.host == place.host).collect();
                 let progress = Progress::join(key, own, here);
                 // SAFETY: the caller vouches for `comm`.

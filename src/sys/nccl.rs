@@ -25,6 +25,7 @@ fn_table! {
         ncclCommWindowRegister: fn(b::ncclComm_t, *mut c_void, usize, *mut b::ncclWindow_t, c_int) -> b::ncclResult_t;
         ncclCommWindowDeregister: fn(b::ncclComm_t, b::ncclWindow_t) -> b::ncclResult_t;
         ncclWinGetUserPtr: fn(b::ncclComm_t, b::ncclWindow_t, *mut *mut c_void) -> b::ncclResult_t;
+        ncclCommQueryProperties: fn(b::ncclComm_t, *mut b::ncclCommProperties_t) -> b::ncclResult_t;
         ncclGetLastError: fn(b::ncclComm_t) -> *const c_char;
     }
 }
@@ -77,7 +78,32 @@ impl Nccl {
         self.check("ncclCommUserRank", unsafe { (self.ncclCommUserRank)(comm, &raw mut rank) })?;
         // SAFETY: as above.
         self.check("ncclCommCuDevice", unsafe { (self.ncclCommCuDevice)(comm, &raw mut device) })?;
-        Ok(CommFacts { size, rank, device })
+        // SAFETY: as above.
+        Ok(CommFacts { size, rank, device, links: unsafe { self.links(comm) } })
+    }
+
+    /// How the communicator's ranks reach each other; none where NCCL has no function that tells, or not of this version's
+    /// structure.
+    ///
+    /// # Safety
+    /// As [`Nccl::comm_facts`].
+    unsafe fn links(&self, comm: b::ncclComm_t) -> Option<Links> {
+        let query = self.ncclCommQueryProperties?;
+        // SAFETY: numbers and flags, of which zero is a value.
+        let mut properties: b::ncclCommProperties_t = unsafe { std::mem::zeroed() };
+        properties.size = size_of::<b::ncclCommProperties_t>();
+        properties.magic = b::NCCL_API_MAGIC;
+        properties.version = b::NCCL_VERSION_CODE;
+        // SAFETY: the caller vouches for `comm`; the structure is as long as it says.
+        if let Err(error) = self.check("ncclCommQueryProperties", unsafe { query(comm, &raw mut properties) }) {
+            tracing::warn!(target: "nvte_ep", "{error}");
+            return None;
+        }
+        Some(Links {
+            device_api: properties.deviceApiSupport,
+            domains: u32::try_from(properties.nLsaTeams).unwrap_or(0),
+            network: properties.railedGinType != b::NCCL_GIN_TYPE_NONE,
+        })
     }
 }
 
@@ -90,6 +116,19 @@ pub struct CommFacts {
     pub rank: i32,
     /// Its CUDA device.
     pub device: i32,
+    /// How its ranks reach each other, where NCCL tells.
+    pub links: Option<Links>,
+}
+
+/// How the ranks of a communicator reach each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Links {
+    /// Whether kernels may use it: there is symmetric memory.
+    pub device_api: bool,
+    /// Groups of ranks that load and store each other's memory (NVLink domains).
+    pub domains: u32,
+    /// Whether kernels reach the other groups over a network (GIN).
+    pub network: bool,
 }
 
 /// `"2.30.7"` for 23007.

@@ -2,11 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <functional>
 #include <string>
 #include <vector>
 
 #include "ep/rig.h"
+#include "support/host_stats.h"
 
 namespace test {
 namespace {
@@ -72,6 +74,65 @@ TEST_F(GroupConfigErrors, HiddenDim) {
 TEST_F(GroupConfigErrors, LimitOfSms) {
   Refuses([](NVTEEpGroupConfig& config) { SetSmLimit(config, -1); }, {kSmLimit, "-1"});
   Refuses([](NVTEEpGroupConfig& config) { SetSmLimit(config, 100000); }, {kSmLimit, "100000"});
+  // NCCL EP of API 2, and so the host runtime, has barriers for so many blocks of dispatch.
+  if (EveryShapeIsCheap() && Ranks() > 1) {
+    Refuses([](NVTEEpGroupConfig& config) { SetSmLimit(config, 35); }, {kSmLimit, "at most 34", "got 35"});
+  }
+}
+
+// The buffers that NCCL EP would ask for, and end the process over.
+TEST_F(GroupConfigErrors, MoreMemoryThanThereIs) {
+  GroupShape shape = Eager(GroupShape{});
+  shape.top_k = 8;
+  shape.experts_per_rank = 8;
+  shape.max_tokens = 65536;
+  shape.hidden = 16 * 7168;
+  // Where the configuration has no field for it, eager mode is an option.
+  const bool by_option = std::string(kNumTopk) == "option num_topk";
+  EXPECT_TRUE(
+      Throws(by_option ? "nvte_ep_ext_initialize" : "nvte_ep_initialize",
+             {"bytes of device memory", "for scales of received rows", "free; eager mode",
+              std::to_string(8 * 65536 * Ranks()) + " rows a rank", "pass an explicit max_recv_tokens_per_rank"},
+             [&] { Group group(shape); }));
+  shape.eager = false;
+  EXPECT_TRUE(Throws("nvte_ep_initialize", {"bytes of device memory", "lower max_recv_tokens_per_rank"},
+                     [&] { Group group(shape); }));
+}
+
+// A variable of this process for as long as the object lives; null leaves it as it is.
+class Variable {
+ public:
+  Variable(const char* name, const char* value) : name_(value == nullptr ? nullptr : name) {
+    if (name_ != nullptr) setenv(name_, value, 1);
+  }
+  ~Variable() {
+    if (name_ != nullptr) unsetenv(name_);
+  }
+  Variable(const Variable&) = delete;
+  Variable& operator=(const Variable&) = delete;
+
+ private:
+  const char* name_;
+};
+
+// NCCL EP's own variables: rank 1 alone has them, and every rank hears of it.
+TEST_F(GroupConfigErrors, VariablesOfOneRank) {
+  if (Ranks() < 2) GTEST_SKIP();
+  const auto refuses = [](const char* name, const char* value, const std::vector<std::string>& parts) {
+    const Variable variable(name, World::Get().rank() == 1 ? value : nullptr);
+    Refuses([](NVTEEpGroupConfig&) {}, parts);
+  };
+  refuses(
+      "NCCL_EP_TOKENS_PER_CHUNK", "128",
+      {"all ranks must pass the same NCCL_EP_TOKENS_PER_CHUNK in the environment", "rank 1 has 128, rank 0 has -1"});
+  refuses("NCCL_EP_COMM_SMS", "8", {"same NCCL_EP_COMM_SMS in the environment", "rank 1 has 8"});
+  refuses("NCCL_EP_DISABLE_GUARD", "on", {"same NCCL_EP_DISABLE_GUARD in the environment: rank 1 has 1, rank 0 has 0"});
+  refuses("NCCL_EP_HT_EM_LOCAL_DUP", "1", {"same NCCL_EP_HT_EM_LOCAL_DUP in the environment"});
+  refuses("NCCL_EP_COMM_SMS", "100000", {"rank 1 cannot take part: NCCL_EP_COMM_SMS must be at most", "got 100000"});
+  refuses("NCCL_EP_SHUFFLE_SMS", "many", {"rank 1 cannot take part: NCCL_EP_SHUFFLE_SMS must be a number", "got many"});
+  const Variable nvlink("NCCL_EP_HT_EM_NVLINK_DUP", "1");
+  refuses("NCCL_EP_HT_EM_LOCAL_DUP", "1",
+          {"rank 1 cannot take part: NCCL_EP_HT_EM_LOCAL_DUP must not be on together with NCCL_EP_HT_EM_NVLINK_DUP"});
 }
 
 TEST_F(GroupConfigErrors, MaxTokenDtype) {

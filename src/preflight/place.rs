@@ -1,0 +1,424 @@
+//! Where each rank runs and what it has there, and the rules that only all of it decides.
+
+use super::Lookup;
+use super::variables::{self, SHUFFLE_SMS};
+use crate::config::{GroupConfig, RecvCapacity};
+use crate::error::{Error, Result};
+use crate::memory::GroupMemory;
+use crate::sys::nccl::CommFacts;
+
+/// Where one rank runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// The same for ranks of one machine only.
+    pub(crate) host: u64,
+    /// The same for ranks on one device of a machine only.
+    pub(crate) device: u64,
+    /// Streaming multiprocessors of the device.
+    pub(crate) sm_count: u32,
+    /// Bytes free on the device; the largest number where that is not known.
+    pub(crate) free: u64,
+    /// NVLink domains of the communicator; 0 where NCCL does not tell.
+    pub(crate) domains: u32,
+    /// Most blocks of dispatch that the rank's NCCL EP has barriers for.
+    pub(crate) dispatch_blocks: u32,
+    /// The rank's `NCCL_EP_SHUFFLE_SMS` and `NCCL_EP_PREPROCESS_NUM_SMS`; 0 = not set by the user.
+    pub(crate) local_sms: [u32; 2],
+}
+
+impl Place {
+    /// Words of a statement that hold it.
+    pub(crate) fn words(&self) -> Vec<u64> {
+        let [shuffle, preprocess] = self.local_sms;
+        let small = [self.sm_count, self.domains, self.dispatch_blocks, shuffle, preprocess];
+        [self.host, self.device, self.free].into_iter().chain(small.map(u64::from)).collect()
+    }
+
+    /// What [`Place::words`] made.
+    pub(crate) fn from_words(words: &[u64]) -> Self {
+        let &[host, device, free, sm_count, domains, dispatch_blocks, shuffle, preprocess] = words else {
+            unreachable!("as many words as a place has were asked for");
+        };
+        let small = |word: u64| word as u32;
+        Self {
+            host,
+            device,
+            free,
+            sm_count: small(sm_count),
+            domains: small(domains),
+            dispatch_blocks: small(dispatch_blocks),
+            local_sms: [small(shuffle), small(preprocess)],
+        }
+    }
+}
+
+/// How many ranks are where `place` is.
+pub(super) fn sharing(places: &[Place], place: &Place) -> u32 {
+    places.iter().filter(|p| (p.host, p.device) == (place.host, place.device)).count() as u32
+}
+
+/// # Errors
+/// More memory than is free on a rank's device: NCCL EP ends the process where its allocation fails.
+pub(crate) fn device_memory(config: &GroupConfig, places: &[Place]) -> Result<()> {
+    let wanted = GroupMemory::of(config).total();
+    let short = |place: &Place| u64::from(sharing(places, place)).saturating_mul(wanted) > place.free;
+    let Some((rank, place)) = places.iter().enumerate().find(|(_, place)| short(place)) else { return Ok(()) };
+    let [rows, scales, weights] = GroupMemory::staging_parts(config);
+    let (part, bytes) = if rows >= scales.max(weights) {
+        ("rows on their way", rows)
+    } else if scales >= weights {
+        ("scales of received rows", scales)
+    } else {
+        ("weights", weights)
+    };
+    let sharing = match sharing(places, place) {
+        1 => String::new(),
+        ranks => format!(" for each of its {ranks} ranks"),
+    };
+    let remedy = match config.recv_capacity {
+        RecvCapacity::Eager => format!(
+            "eager mode sizes them for {} rows a rank, which is every token of every rank num_topk times: pass an \
+             explicit max_recv_tokens_per_rank, or lower max_tokens_per_rank or hidden_dim",
+            config.internal_rows()
+        ),
+        RecvCapacity::Fixed(_) if bytes == rows => {
+            "lower max_tokens_per_rank or hidden_dim, or use zero_copy, which has no such rows".into()
+        }
+        RecvCapacity::Fixed(rows) => format!("lower max_recv_tokens_per_rank, {rows}, or hidden_dim"),
+    };
+    Err(Error::Preflight {
+        problem: format!(
+            "the group takes {wanted} bytes of device memory{sharing} ({bytes} of them for {part}), and rank {rank}'s \
+             device has {} free",
+            place.free
+        ),
+        remedy,
+    })
+}
+
+/// # Errors
+/// Ranks of one machine in different NVLink domains: NCCL EP 0.1 ends the process at such a communicator.
+pub(crate) fn domains(places: &[Place]) -> Result<()> {
+    let mut hosts: Vec<u64> = places.iter().map(|place| place.host).collect();
+    hosts.sort_unstable();
+    hosts.dedup();
+    let domains = places.iter().map(|place| place.domains).max().unwrap_or(0);
+    if domains as usize <= hosts.len() {
+        return Ok(());
+    }
+    Err(Error::Preflight {
+        problem: format!(
+            "the communicator has {domains} NVLink domains on {} machines, so ranks of one machine do not reach each \
+             other's memory",
+            hosts.len()
+        ),
+        remedy:
+            "NCCL EP needs all GPUs of a machine in one domain: use GPUs with peer access (nvidia-smi topo -m), let \
+                 every process see all of them, and leave NCCL_P2P_DISABLE and NCCL_P2P_LEVEL unset"
+                .into(),
+    })
+}
+
+/// Barriers of NCCL EP's communicator on the device, one for each of 16 blocks of dispatch and one for combine. Blocks
+/// beyond them use words behind; see [`dispatch_blocks`].
+const BARRIERS: u32 = 17;
+
+/// Most blocks of dispatch of NCCL EP builds with API 2 (nccl-extensions 0.1.0), where ranks reach each other by load and
+/// store. Block i keeps its count of rounds in word 17 + i of a buffer whose words 34 to 50 are not used and whose words
+/// from 51 on are where peers announce theirs. From the 35th block on the two are the same words, and the first step
+/// never ends (seen with 40, 48 and 64; 32 and 33 work). Builds with API 3 make as many barriers as they need.
+pub(crate) const fn dispatch_blocks(enough_barriers: bool) -> u32 {
+    if enough_barriers { u32::MAX } else { 2 * BARRIERS }
+}
+
+/// Streaming multiprocessors for communication when the caller leaves the choice: more give no more speed on one
+/// NVLink domain (TransformerEngine takes the same).
+const AUTO_SMS: u32 = 32;
+
+/// Most blocks that wait for each other on every device: all of one device's ranks must be resident together.
+fn most_resident(places: &[Place]) -> u32 {
+    places.iter().map(|place| place.sm_count / sharing(places, place)).min().unwrap_or(AUTO_SMS)
+}
+
+/// A number of multiprocessors for kernels whose blocks wait for each other. `field` names it in the message.
+///
+/// # Errors
+/// More than there are for each rank.
+pub(crate) fn resident_cap(argument: &str, requested: u32, places: &[Place]) -> Result<u32> {
+    let most = most_resident(places);
+    if requested <= most {
+        return Ok(requested);
+    }
+    let busiest =
+        places.iter().max_by_key(|place| sharing(places, place)).map_or((0, 0), |p| (p.sm_count, sharing(places, p)));
+    Err(Error::argument(
+        argument,
+        format!("must be at most {most} where {} of the ranks are on one device of {} SMs", busiest.1, busiest.0),
+        requested,
+    )
+    .with_remedy("leave it automatic; more would hang the first step"))
+}
+
+/// The number of multiprocessors for dispatch, equal on every rank, and of combine where it has no other. `field` names
+/// it in the message.
+///
+/// # Errors
+/// An explicit number beyond a device's count, or beyond NCCL EP's barriers.
+pub(crate) fn sm_cap(argument: &str, requested: Option<u32>, places: &[Place]) -> Result<u32> {
+    let Some(requested) = requested else { return Ok(AUTO_SMS.min(most_resident(places)).max(1)) };
+    let blocks = places.iter().map(|place| place.dispatch_blocks).min().unwrap_or(u32::MAX);
+    resident_cap(argument, requested, places)?;
+    if requested <= blocks || places.len() < 2 {
+        return Ok(requested);
+    }
+    Err(Error::argument(argument, format!("must be at most {blocks} with this NCCL EP"), requested).with_remedy(format!(
+        "it has barriers for no more blocks, and the first step would never end; leave it automatic, {AUTO_SMS}, beyond \
+         which nothing is gained on one NVLink domain"
+    )))
+}
+
+/// The counts that NCCL EP's own variables ask for, which it takes before the group's.
+///
+/// # Errors
+/// As [`sm_cap`] and [`resident_cap`].
+pub(crate) fn variables_fit(env: Lookup<'_>, places: &[Place]) -> Result<()> {
+    for name in variables::DISPATCH_COUNTS {
+        if let Some(count) = variables::count(name, env)? {
+            sm_cap(name, Some(count), places)?;
+        }
+    }
+    if let Some(count) = variables::count(variables::COMBINE_SMS, env)? {
+        resident_cap(variables::COMBINE_SMS, count, places)?;
+    }
+    // These may differ between ranks, so every rank looks at all of them.
+    for place in places {
+        for (name, count) in [SHUFFLE_SMS, variables::PREPROCESS_SMS].into_iter().zip(place.local_sms) {
+            resident_cap(name, count, places)?;
+        }
+    }
+    Ok(())
+}
+
+/// What the communicator says of its ranks' links, and why NCCL EP cannot use it.
+///
+/// # Errors
+/// No symmetric memory; or several NVLink domains with nothing between them.
+pub(crate) fn links(facts: &CommFacts, env: Lookup<'_>) -> Result<()> {
+    let set = |name: &str, value: &str| env(name).is_some_and(|found| found == value);
+    let off: Vec<&str> = [
+        ("NCCL_CUMEM_ENABLE", "0"),
+        ("NCCL_WIN_ENABLE", "0"),
+        ("NCCL_P2P_DISABLE", "1"),
+        ("NCCL_P2P_LEVEL", "LOC"),
+        ("NCCL_GIN_ENABLE", "0"),
+    ]
+    .into_iter()
+    .filter(|(name, value)| set(name, value))
+    .map(|(name, _)| name)
+    .collect();
+    let unset = |else_: &str| if off.is_empty() { else_.to_owned() } else { format!("unset {}", off.join(" and ")) };
+    if let Some(name) = off.iter().find(|name| ["NCCL_CUMEM_ENABLE", "NCCL_WIN_ENABLE"].contains(name)) {
+        return Err(Error::Preflight {
+            problem: format!("{name}=0 takes NCCL's symmetric memory away, in which NCCL EP's buffers lie"),
+            remedy: format!("unset {name}, before the communicator is made"),
+        });
+    }
+    let Some(links) = facts.links else {
+        off.iter()
+            .for_each(|name| tracing::warn!(target: "nvte_ep", "{name} may keep the ranks from reaching each other"));
+        return Ok(());
+    };
+    if !links.device_api {
+        return Err(Error::Preflight {
+            problem: "this communicator has no symmetric memory, in which NCCL EP's buffers lie".into(),
+            remedy: unset(
+                "NCCL needs GPUs with peer access to each other (NVLink; nvidia-smi topo -m), the driver's virtual memory \
+                 functions, and between machines GIN; NCCL_DEBUG=INFO says which is missing",
+            ),
+        });
+    }
+    if links.domains > 1 && !links.network {
+        return Err(Error::Preflight {
+            problem: format!(
+                "the ranks are in {} NVLink domains, and NCCL has no GPU-initiated network (GIN) between them",
+                links.domains
+            ),
+            remedy: unset(
+                "use GPUs of one NVLink domain (between machines that takes a running IMEX service), or network adapters \
+                 that GIN supports; NCCL_DEBUG=INFO says what it found",
+            ),
+        });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::config::GroupRequest;
+    use crate::config::tests::REQUEST;
+    use crate::sys::nccl::Links;
+    use std::ffi::OsString;
+
+    /// An idle device of an H200's size, with NCCL EP of API 2.
+    pub(in super::super) fn place(host: u64, device: u64) -> Place {
+        Place {
+            host,
+            device,
+            sm_count: 132,
+            free: 139 << 30,
+            domains: 1,
+            dispatch_blocks: dispatch_blocks(false),
+            local_sms: [0, 0],
+        }
+    }
+
+    #[test]
+    fn a_place_survives_the_exchange() {
+        let own =
+            Place { free: u64::MAX, dispatch_blocks: u32::MAX, local_sms: [7, 9], ..place(u64::MAX - 1, 3 << 32) };
+        assert_eq!(Place::from_words(&own.words()), own);
+    }
+
+    #[test]
+    fn multiprocessors_are_shared_out() {
+        let apart: Vec<_> = (0..8).map(|device| place(1, device)).collect();
+        let (two, eight) = (vec![place(1, 0); 2], vec![place(1, 0); 8]);
+        assert_eq!(sm_cap("max_num_sms", None, &apart).unwrap(), 32);
+        assert_eq!(sm_cap("max_num_sms", None, &two).unwrap(), 32);
+        assert_eq!(sm_cap("max_num_sms", None, &eight).unwrap(), 16);
+        let text = sm_cap("max_num_sms", Some(32), &eight).unwrap_err().to_string();
+        assert!(
+            text.contains("must be at most 16 where 8 of the ranks are on one device of 132 SMs, got 32"),
+            "{text}"
+        );
+        assert!(sm_cap("max_num_sms", Some(133), &apart).is_err());
+        assert_eq!(resident_cap("preprocess_sms", 66, &two).unwrap(), 66);
+        assert!(resident_cap("preprocess_sms", 67, &two).is_err());
+    }
+
+    /// Measured on two H200: 8, 32 and 33 work; 40, 48 and 64 never end.
+    #[test]
+    fn dispatch_has_no_more_blocks_than_barriers_serve() {
+        let two: Vec<_> = (0..2).map(|device| place(1, device)).collect();
+        for works in [8, 32, 33] {
+            assert_eq!(sm_cap("max_num_sms", Some(works), &two).unwrap(), works);
+        }
+        for hangs in [35, 40, 48, 64, 132] {
+            let text = sm_cap("max_num_sms", Some(hangs), &two).unwrap_err().to_string();
+            let start = format!("max_num_sms must be at most 34 with this NCCL EP, got {hangs}; it has barriers");
+            assert!(text.starts_with(&start), "{text}");
+        }
+        // No other rank waits for the blocks, or there is a barrier for each.
+        assert_eq!(sm_cap("max_num_sms", Some(132), &two[..1]).unwrap(), 132);
+        let newer: Vec<_> = two.iter().map(|p| Place { dispatch_blocks: dispatch_blocks(true), ..*p }).collect();
+        assert_eq!(sm_cap("max_num_sms", Some(132), &newer).unwrap(), 132);
+        // One rank's older build is enough to make it hang.
+        assert!(sm_cap("max_num_sms", Some(48), &[newer[0], two[1]]).is_err());
+    }
+
+    #[test]
+    fn nccl_eps_own_counts_follow_the_same_rules() {
+        let two: Vec<_> = (0..2).map(|device| place(1, device)).collect();
+        let env = |name: &'static str, value: &'static str| move |asked: &str| (asked == name).then(|| value.into());
+        let fit = |name, value, places: &[Place]| variables_fit(&env(name, value), places).map_err(|e| e.to_string());
+        fit("NCCL_EP_COMM_SMS", "32", &two).unwrap();
+        let text = fit("NCCL_EP_COMM_SMS", "48", &two).unwrap_err();
+        assert!(text.starts_with("NCCL_EP_COMM_SMS must be at most 34 with this NCCL EP, got 48"), "{text}");
+        assert!(fit("NCCL_EP_DISPATCH_SMS", "48", &two).is_err());
+        fit("NCCL_EP_COMBINE_SMS", "48", &two).unwrap();
+        // Blocks of a shared device's ranks wait for each other, also those that one rank alone has too many of.
+        let shared = [place(1, 0), Place { local_sms: [0, 100], ..place(1, 0) }];
+        let text = fit("X", "", &shared).unwrap_err();
+        assert!(text.starts_with("NCCL_EP_PREPROCESS_NUM_SMS must be at most 66 where 2 of the ranks"), "{text}");
+    }
+
+    #[test]
+    fn memory_is_counted_before_it_is_asked_for() {
+        let places: Vec<_> = (0..8).map(|device| place(1, device)).collect();
+        // field_cases.md A54.
+        let mut dialect = REQUEST.dialect;
+        dialect.eager = true;
+        let request = GroupRequest {
+            ep_size: 8,
+            num_experts: 256,
+            max_tokens_per_rank: 65536,
+            max_recv_tokens_per_rank: 0,
+            hidden_dim: 7168,
+            num_topk: 8,
+            dialect,
+            ..REQUEST
+        };
+        let eager = GroupConfig::try_from(request).unwrap();
+        device_memory(&eager, &places).unwrap();
+        let full = |free| places.iter().map(|p| Place { free, ..*p }).collect::<Vec<_>>();
+        let text = device_memory(&eager, &full(78 << 30)).unwrap_err().to_string();
+        // Rows 2 * 8 * 65536 * 14336; scales 4194304 * 14336; weights 2 * 4194304 * 256 * 4; map 8 * 65536 * 32; 32 MiB.
+        assert_eq!(GroupMemory::of(&eager).total(), 83_802_193_920);
+        assert_eq!(
+            text,
+            format!(
+                "the group takes 83802193920 bytes of device memory (60129542144 of them for scales of received rows), \
+                 and rank 0's device has {} free; eager mode sizes them for 4194304 rows a rank, which is every token of \
+                 every rank num_topk times: pass an explicit max_recv_tokens_per_rank, or lower max_tokens_per_rank or \
+                 hidden_dim",
+                78u64 << 30
+            )
+        );
+        // Two ranks on one device have to fit together.
+        let mut shared = places.clone();
+        shared[5].device = 4;
+        let text = device_memory(&eager, &shared).unwrap_err().to_string();
+        assert!(text.contains("device memory for each of its 2 ranks (") && text.contains("rank 4's device"), "{text}");
+
+        let fixed = |rows, tokens| {
+            let sized = GroupRequest { max_recv_tokens_per_rank: rows, max_tokens_per_rank: tokens, ..request };
+            let config = GroupConfig::try_from(sized).unwrap();
+            device_memory(&config, &full(1 << 30)).unwrap_err().to_string()
+        };
+        let text = fixed(65536, 65536);
+        assert!(text.ends_with("; lower max_tokens_per_rank or hidden_dim, or use zero_copy, which has no such rows"));
+        assert!(fixed(1 << 20, 4096).ends_with("; lower max_recv_tokens_per_rank, 1048576, or hidden_dim"));
+    }
+
+    #[test]
+    fn machines_are_not_split_into_domains() {
+        let places: Vec<_> = (0..4).map(|device| Place { domains: 2, ..place(device / 2, device) }).collect();
+        domains(&places).unwrap();
+        let one_machine: Vec<_> = places.iter().map(|p| Place { host: 1, ..*p }).collect();
+        let text = domains(&one_machine).unwrap_err().to_string();
+        assert!(text.starts_with("the communicator has 2 NVLink domains on 1 machines, so ranks of one"), "{text}");
+        domains(&one_machine.iter().map(|p| Place { domains: 0, ..*p }).collect::<Vec<_>>()).unwrap();
+    }
+
+    #[test]
+    fn what_nccl_says_of_the_links_is_heeded() {
+        let check = |links, variables: &[(&str, &str)]| {
+            let env = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
+            links_text(links, &env)
+        };
+        fn links_text(links: Option<Links>, env: Lookup<'_>) -> String {
+            let facts = CommFacts { size: 2, rank: 0, device: 0, links };
+            links_of(&facts, env).err().map_or(String::new(), |error| error.to_string())
+        }
+        use super::links as links_of;
+        let good = Links { device_api: true, domains: 1, network: false };
+        assert_eq!(check(Some(good), &[("NCCL_CUMEM_ENABLE", "1")]), "");
+        assert_eq!(check(None, &[("NCCL_P2P_DISABLE", "1")]), "", "perhaps it works all the same");
+        assert_eq!(
+            check(Some(good), &[("NCCL_CUMEM_ENABLE", "0")]),
+            "NCCL_CUMEM_ENABLE=0 takes NCCL's symmetric memory away, in which NCCL EP's buffers lie; unset \
+             NCCL_CUMEM_ENABLE, before the communicator is made"
+        );
+        assert!(check(None, &[("NCCL_WIN_ENABLE", "0")]).starts_with("NCCL_WIN_ENABLE=0 takes"));
+        let none = Some(Links { device_api: false, ..good });
+        assert!(check(none, &[]).starts_with("this communicator has no symmetric memory"), "{}", check(none, &[]));
+        assert!(check(none, &[("NCCL_P2P_DISABLE", "1")]).ends_with("; unset NCCL_P2P_DISABLE"));
+        let split = Some(Links { domains: 2, ..good });
+        assert!(check(split, &[]).starts_with("the ranks are in 2 NVLink domains, and NCCL has no GPU-initiated"));
+        assert!(check(split, &[]).contains("IMEX"));
+        let off = check(split, &[("NCCL_P2P_DISABLE", "1"), ("NCCL_GIN_ENABLE", "0")]);
+        assert!(off.ends_with("; unset NCCL_P2P_DISABLE and NCCL_GIN_ENABLE"), "{off}");
+        assert_eq!(check(Some(Links { domains: 2, network: true, ..good }), &[]), "");
+    }
+}
