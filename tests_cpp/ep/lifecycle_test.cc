@@ -255,13 +255,13 @@ TEST(Lifecycle, AgainWithZeroCopy) {
   for (int round = 0; round < 2; ++round) {
     {
       GroupShape shape;
-      shape.hidden = 512;
+      shape.hidden = EveryShapeIsCheap() ? 512 : 256;
       Group group(shape);
       Layer layer(2, 8);
       Step<float>(group, layer, RandomRouting(UnevenRows(9), 2, Experts(group), 3100), 3100).ForwardAndBackward();
     }
     GroupShape shape;
-    shape.hidden = 1024;
+    shape.hidden = EveryShapeIsCheap() ? 1024 : 256;
     shape.zero_copy = true;
     Group group(shape);
     Layer layer(2, 8);
@@ -353,7 +353,7 @@ int OpenFiles() {
 
 // A framework that makes its group anew each time: no cycle costs more than the ones before, nor keeps a file open.
 TEST(Lifecycle, ManyGroupsInTurn) {
-  const int cycles = ReadHostStats() ? 100 : 20;
+  const int cycles = ReadHostStats() ? 100 : 8;
   GroupShape shape;
   shape.max_tokens = 8;
   const auto cycle = [&] { Group group(shape); };
