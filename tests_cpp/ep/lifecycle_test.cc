@@ -256,12 +256,14 @@ TEST(Lifecycle, AgainWithZeroCopy) {
     {
       GroupShape shape;
       shape.hidden = EveryShapeIsCheap() ? 512 : 256;
+      shape.max_tokens = 16;
       Group group(shape);
       Layer layer(2, 8);
       Step<float>(group, layer, RandomRouting(UnevenRows(9), 2, Experts(group), 3100), 3100).ForwardAndBackward();
     }
     GroupShape shape;
     shape.hidden = EveryShapeIsCheap() ? 1024 : 256;
+    shape.max_tokens = 16;
     shape.zero_copy = true;
     Group group(shape);
     Layer layer(2, 8);
