@@ -217,18 +217,16 @@ fn a_forked_child_is_refused() {
     // that those calls would wait for, as they are refused first.
     let child = unsafe { libc::fork() };
     if child == 0 {
+        // SAFETY: no preconditions.
+        let query = unsafe { cudaStreamQuery(stream) };
+        // SAFETY: no preconditions.
+        let wait = unsafe { cudaDeviceSynchronize() };
+        // SAFETY: no preconditions.
+        let driver = unsafe { cuStreamQuery(stream.cast()) };
         let mut version = 0;
-        // SAFETY: no preconditions, and the result pointer is ours.
-        let codes = unsafe {
-            [
-                cudaStreamQuery(stream),
-                cudaDeviceSynchronize(),
-                cuStreamQuery(stream.cast()),
-                ncclGetVersion(&raw mut version),
-            ]
-        };
-        let refused = [cudaErrorInitializationError; 3];
-        let told = codes[..3] == refused && codes[3] == ncclUnhandledCudaError;
+        // SAFETY: the result pointer is ours.
+        let nccl = unsafe { ncclGetVersion(&raw mut version) };
+        let told = [query, wait, driver] == [cudaErrorInitializationError; 3] && nccl == ncclUnhandledCudaError;
         // SAFETY: ends the child at once.
         unsafe { libc::_exit(i32::from(!told)) };
     }
