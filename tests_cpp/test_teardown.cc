@@ -491,6 +491,33 @@ int DestroyThenShutdown() {
   return Leave();
 }
 
+// The communicator was aborted, as a framework does that has lost a rank. Shutdown says that it is gone, and a group
+// over another one works.
+int AbortThenShutdown() {
+  if (!ReadHostStats()) {
+    std::printf("skipped: NCCL does not recognise a communicator that is gone\n");
+    return Leave();
+  }
+  ncclComm_t comm = World::Get().MakeComm(World::Get().size());
+  auto* const aborted = new Group(Shape().Config(), comm);
+  RunSteps(*aborted);
+  MPI_Barrier(MPI_COMM_WORLD);
+  TEST_NCCL(ncclCommAbort(comm));
+  try {
+    nvte_ep_shutdown();
+    Fail("shutdown went through without a communicator");
+  } catch (const std::exception& error) {
+    if (std::strstr(error.what(), "nvte_ep_shutdown: ") != error.what()) Fail(error.what());
+    if (std::strstr(error.what(), "communicator") == nullptr) Fail(error.what());
+  }
+  nvte_ep_shutdown();
+  {
+    Group group(Shape());
+    RunSteps(group);
+  }
+  return Leave();
+}
+
 // More rows than rank 0 takes, in a group that traps: its device fails for good, and every later call says why it may
 // have, rather than abort in a library below.
 int OverflowThatTraps() {
@@ -562,6 +589,7 @@ constexpr Order kOrders[] = {
     {"late_initialize", LateInitialize},
     {"late_symm_alloc", LateSymmAlloc},
     {"destroy_then_shutdown", DestroyThenShutdown},
+    {"abort_then_shutdown", AbortThenShutdown},
     // Last: on a GPU that ranks share, this fails the device for all of its processes.
     {"overflow_that_traps", OverflowThatTraps},
 };
