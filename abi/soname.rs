@@ -1,9 +1,11 @@
-// Included by the build scripts of the cdylibs: the SONAME, and the link of that name beside the library, which a program
-// linked in the build folder needs at run time.
+// Included by the build scripts of the cdylibs: that they stay loaded, the SONAME, and the link of that name beside the
+// library, which a program linked in the build folder needs at run time.
 
 fn soname(library: &str, version: Option<u32>) {
     let name = version.map_or(format!("{library}.so"), |version| format!("{library}.so.{version}"));
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,{name}");
+    // A group's threads, and whoever unwinds out of the library, run its code after a dlclose.
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
     if version.is_none() {
         return;
     }

@@ -16,6 +16,7 @@
 #include <memory>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -261,6 +262,148 @@ int ShutdownInForkedChild() {
   return Leave();
 }
 
+// Waits ten seconds at most for a child, which has to end with 0.
+void AwaitChild(pid_t child, const char* what) {
+  int status = -1;
+  for (int tenths = 0; tenths < 100 && waitpid(child, &status, WNOHANG) == 0; ++tenths) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+  if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return;
+  kill(child, SIGKILL);
+  std::fprintf(stderr, "[rank %d] the child's status is %#x\n", World::Get().rank(), status);
+  Fail(what);
+}
+
+// A child that ends as a program does, with exit handlers and destructors, while a step of the parent's is under way:
+// neither is harmed. A data loader's worker is one.
+int ForkedChildExits() {
+  Group group(Shape());
+  RunSteps(group);
+  Layer layer(2, 1);
+  Step<BFloat16> step(group, layer, SomeRouting(group, 7), 7);
+  for (int i = 0; i < 3; ++i) {
+    step.Prepare();
+    step.Dispatch();
+    std::fflush(nullptr);
+    const pid_t child = fork();
+    // std::exit runs what the library, the C library and this program registered, but not MPI's end.
+    if (child == 0) std::exit(0);
+    step.CombineBwd();
+    AwaitChild(child, "the child did not get through exit");
+    step.CheckReceived();
+    step.CheckCombineBwd();
+  }
+  if (testing::UnitTest::GetInstance()->ad_hoc_test_result().Failed()) Fail("a child harmed the parent's step");
+  RunSteps(group);
+  group.Shutdown();
+  return Leave();
+}
+
+// A forked child has neither CUDA nor NCCL: every call but shutdown is refused at once.
+int CallsInForkedChild() {
+  Group group(Shape());
+  Layer layer(2, 1);
+  auto* const step = new Step<BFloat16>(group, layer, SomeRouting(group, 8), 8);
+  step->Forward();
+  std::fflush(nullptr);
+  const pid_t child = fork();
+  if (child == 0) {
+    int wrong = 0;
+    const auto refused = [&](const char* function, const std::function<void()>& call) {
+      try {
+        call();
+        std::fprintf(stderr, "%s went through in a forked child\n", function);
+      } catch (const std::exception& error) {
+        // In our words or in CUDA's.
+        for (const char* reason : {"fork", "initialization error"}) {
+          if (std::strstr(error.what(), reason) != nullptr) return;
+        }
+        std::fprintf(stderr, "in a forked child: %s\n", error.what());
+      }
+      ++wrong;
+    };
+    refused("nvte_ep_initialize", [&] { Initialize(World::Get().comm(), Shape().Config()); });
+    refused("the layer's function", [] { Register(2, 1); });
+    refused("nvte_ep_prepare", [&] { step->prepare_args().Call(); });
+    refused("nvte_ep_dispatch", [&] { step->dispatch_args().Call(); });
+    refused("nvte_ep_combine", [&] { step->combine_args().Call(); });
+    refused("nvte_ep_dispatch_bwd", [&] { step->dispatch_bwd_args().Call(); });
+    refused("nvte_ep_combine_bwd", [&] { step->combine_bwd_args().Call(); });
+    _exit(wrong == 0 ? 0 : 3);
+  }
+  AwaitChild(child, "a call went through in the child");
+  delete step;
+  RunSteps(group);
+  group.Shutdown();
+  return Leave();
+}
+
+// Rank 0 ends without a word, long before the others shut down: they are told within their limit, and end.
+int Rank0ExitsEarly() {
+  setenv("NVTE_EP_SHUTDOWN_TIMEOUT_MS", "2000", 1);
+  Group* group = new Group(Shape());
+  RunSteps(*group);
+  const int rank = World::Get().rank();
+  MPI_Finalize();
+  if (rank == 0) return failed ? 1 : 0;
+  std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    nvte_ep_shutdown();
+    Fail("shutdown met a rank that is gone");
+  } catch (const std::exception& error) {
+    if (std::strstr(error.what(), "nvte_ep_shutdown: ") != error.what()) Fail(error.what());
+  }
+  if (std::chrono::steady_clock::now() - start > std::chrono::seconds(10)) Fail("shutdown took more than its limit");
+  // The group is gone for this process; once more is nothing.
+  nvte_ep_shutdown();
+  // As a program ends that noticed.
+  std::_Exit(failed ? 1 : 0);
+}
+
+// A layer that one rank skips. The others get an error that names it, within the run time's limit, then every call ends
+// quickly, and so does shutdown.
+int SkippedLayer() {
+  if (!ReadHostStats()) {
+    std::printf("skipped: on a GPU the kernels spin until the process ends\n");
+    return Leave();
+  }
+  setenv("NVTE_EP_SHUTDOWN_TIMEOUT_MS", "2000", 1);
+  auto* const group = new Group(Shape());
+  RunSteps(*group);
+  auto* const layer = new Layer(2, 1);
+  auto* const step = new Step<BFloat16>(*group, *layer, SomeRouting(*group, 9), 9);
+  const int rank = World::Get().rank(), last = World::Get().size() - 1;
+  step->Prepare();
+  if (rank != last) {
+    step->Dispatch();
+    const cudaError_t error = cudaStreamSynchronize(World::Get().stream());
+    const std::string name = "rank " + std::to_string(last);
+    if (error == cudaSuccess) Fail("the dispatch met nobody and went through");
+    if (std::strstr(cudaGetErrorString(error), name.c_str()) == nullptr) Fail(cudaGetErrorString(error));
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < 3; ++i) {
+      try {
+        step->Dispatch();
+        Fail("a later call went through");
+      } catch (const std::exception&) {
+      }
+    }
+    try {
+      nvte_ep_shutdown();
+      Fail("shutdown went through");
+    } catch (const std::exception& error) {
+      if (std::strstr(error.what(), "nvte_ep_shutdown: ") != error.what()) Fail(error.what());
+    }
+    if (std::chrono::steady_clock::now() - start > std::chrono::seconds(5)) Fail("later calls waited");
+  }
+  const int mine = failed ? 1 : 0;
+  int any = 0;
+  MPI_Allreduce(&mine, &any, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
+  MPI_Finalize();
+  std::_Exit(any);
+}
+
 // One rank gives up waiting for another in initialize. The late one is told within its own limit, neither hangs in the
 // group's creation, the communicator is known to be spoilt, and a new one serves.
 int LateInitialize() {
@@ -406,6 +549,33 @@ int DestroyThenShutdown() {
   return Leave();
 }
 
+// The communicator was aborted, as a framework does that has lost a rank. Shutdown says that it is gone, and a group
+// over another one works.
+int AbortThenShutdown() {
+  if (!ReadHostStats()) {
+    std::printf("skipped: NCCL does not recognise a communicator that is gone\n");
+    return Leave();
+  }
+  ncclComm_t comm = World::Get().MakeComm(World::Get().size());
+  auto* const aborted = new Group(Shape().Config(), comm);
+  RunSteps(*aborted);
+  MPI_Barrier(MPI_COMM_WORLD);
+  TEST_NCCL(ncclCommAbort(comm));
+  try {
+    nvte_ep_shutdown();
+    Fail("shutdown went through without a communicator");
+  } catch (const std::exception& error) {
+    if (std::strstr(error.what(), "nvte_ep_shutdown: ") != error.what()) Fail(error.what());
+    if (std::strstr(error.what(), "communicator") == nullptr) Fail(error.what());
+  }
+  nvte_ep_shutdown();
+  {
+    Group group(Shape());
+    RunSteps(group);
+  }
+  return Leave();
+}
+
 // More rows than rank 0 takes, in a group that traps: its device fails for good, and every later call says why it may
 // have, rather than abort in a library below.
 int OverflowThatTraps() {
@@ -470,10 +640,15 @@ constexpr Order kOrders[] = {
     {"shutdown_with_queued_work", ShutdownWithQueuedWork},
     {"shutdown_from_another_thread", ShutdownFromAnotherThread},
     {"shutdown_in_forked_child", ShutdownInForkedChild},
+    {"forked_child_exits", ForkedChildExits},
+    {"calls_in_forked_child", CallsInForkedChild},
+    {"rank_0_exits_early", Rank0ExitsEarly},
+    {"skipped_layer", SkippedLayer},
     {"late_initialize", LateInitialize},
     {"late_symm_alloc", LateSymmAlloc},
     {"missing_rank", MissingRank},
     {"destroy_then_shutdown", DestroyThenShutdown},
+    {"abort_then_shutdown", AbortThenShutdown},
     // Last: on a GPU that ranks share, this fails the device for all of its processes.
     {"overflow_that_traps", OverflowThatTraps},
 };

@@ -208,6 +208,36 @@ fn host_functions_may_not_call_cuda() {
     assert_eq!(unsafe { (&raw const code).read_volatile() }, cudaErrorNotPermitted);
 }
 
+/// A forked child has none of the threads that work here: it is told, in both interfaces of CUDA, and does not hang.
+#[test]
+fn a_forked_child_is_refused() {
+    use_own_device();
+    let stream = new_stream(0);
+    // SAFETY: the child makes calls of the library and ends without destructors; nothing here is locked by other threads
+    // that those calls would wait for, as they are refused first.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: no preconditions.
+        let query = unsafe { cudaStreamQuery(stream) };
+        // SAFETY: no preconditions.
+        let wait = unsafe { cudaDeviceSynchronize() };
+        // SAFETY: no preconditions.
+        let driver = unsafe { cuStreamQuery(stream.cast()) };
+        let mut version = 0;
+        // SAFETY: the result pointer is ours.
+        let nccl = unsafe { ncclGetVersion(&raw mut version) };
+        let told = [query, wait, driver] == [cudaErrorInitializationError; 3] && nccl == ncclUnhandledCudaError;
+        // SAFETY: ends the child at once.
+        unsafe { libc::_exit(i32::from(!told)) };
+    }
+    let mut status = -1;
+    // SAFETY: the child is ours.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0);
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaStreamSynchronize(stream) });
+}
+
 #[test]
 fn pageable_sources_are_copied_at_the_call_and_pinned_ones_later() {
     use_own_device();

@@ -1,40 +1,61 @@
 // Steps captured into a CUDA graph and replayed.
 
+#include "ep/graph.h"
+
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <cstdlib>
+#include <exception>
 #include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "ep/routings.h"
 #include "support/ep.h"
+#include "support/expect_error.h"
+#include "support/host_stats.h"
 
 namespace test {
 namespace {
 
-// What `calls` queues on the test's stream, as a graph.
-class Graph {
+// Streams that end with their test.
+class SideStream {
  public:
-  explicit Graph(const std::function<void()>& calls) {
-    cudaStream_t stream = World::Get().stream();
-    cudaGraph_t graph = nullptr;
-    TEST_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    calls();
-    TEST_CUDA(cudaStreamEndCapture(stream, &graph));
-    TEST_CUDA(cudaGraphInstantiate(&exec_, graph, 0));
-    TEST_CUDA(cudaGraphDestroy(graph));
-  }
-  ~Graph() { EXPECT_EQ(cudaGraphExecDestroy(exec_), cudaSuccess); }
-  Graph(const Graph&) = delete;
-  Graph& operator=(const Graph&) = delete;
-
-  void Launch() const {
-    TEST_CUDA(cudaGraphLaunch(exec_, World::Get().stream()));
-    World::Get().Wait();
-  }
+  SideStream() { TEST_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  ~SideStream() { static_cast<void>(cudaStreamDestroy(stream_)); }
+  SideStream(const SideStream&) = delete;
+  SideStream& operator=(const SideStream&) = delete;
+  cudaStream_t get() const { return stream_; }
 
  private:
-  cudaGraphExec_t exec_ = nullptr;
+  cudaStream_t stream_ = nullptr;
+};
+
+// Elements of cudaMallocHost.
+template <typename T>
+class Pinned {
+ public:
+  explicit Pinned(std::size_t count) : count_(count) {
+    void* data = nullptr;
+    TEST_CUDA(cudaMallocHost(&data, count * sizeof(T)));
+    data_ = static_cast<T*>(data);
+    Fill(-1);
+  }
+  ~Pinned() { static_cast<void>(cudaFreeHost(data_)); }
+  Pinned(const Pinned&) = delete;
+  Pinned& operator=(const Pinned&) = delete;
+  void Fill(T value) { std::fill(data_, data_ + count_, value); }
+  T* data() const { return data_; }
+  std::vector<T> values() const { return std::vector<T>(data_, data_ + count_); }
+
+ private:
+  std::size_t count_;
+  T* data_ = nullptr;
 };
 
 class Graphs : public testing::Test {
@@ -49,36 +70,8 @@ class Graphs : public testing::Test {
   template <typename Step>
   static Graph Capture(Step& step) {
     step.ForwardAndBackward();
-    step.expert_out.Upload(step.ExpertOutput());
-    step.UploadSlotGradients();
-    return Graph([&] {
-      step.Prepare();
-      step.dispatch_args().Call();
-      step.combine_args().Call();
-      step.combine_bwd_args().Call();
-      step.dispatch_bwd_args().Call();
-    });
-  }
-
-  template <typename Step>
-  static void ClearOutputs(Step& step) {
-    step.counts.Clear();
-    step.total.Clear();
-    step.recv_tokens.Clear();
-    step.recv_weights.Clear();
-    step.result.Clear();
-    step.grad_expert_out.Clear();
-    step.grad_tokens.Clear();
-    step.grad_weights.Clear();
-  }
-
-  template <typename Step>
-  static void Check(Step& step) {
-    step.CheckCounts();
-    step.CheckReceived();
-    step.CheckCombined();
-    step.CheckCombineBwd();
-    step.CheckDispatchBwd();
+    UploadInputs(step);
+    return Graph([&] { EnqueueAll(step); });
   }
 
   Group group_;
@@ -93,7 +86,7 @@ TEST_F(Graphs, EveryCallReplayed) {
     SCOPED_TRACE("replay " + std::to_string(replay));
     ClearOutputs(step);
     graph.Launch();
-    Check(step);
+    CheckAll(step);
     Step<BFloat16>(group_, layer_, SomeRouting(group_, 8101 + replay), 8101 + replay).ForwardAndBackward();
   }
 }
@@ -120,7 +113,7 @@ TEST_F(Graphs, OtherIndicesAtReplay) {
     step.topk_idx.Upload(first);
     ClearOutputs(step);
     graph.Launch();
-    Check(step);
+    CheckAll(step);
   }
 }
 
@@ -131,8 +124,216 @@ TEST_F(Graphs, ManyCapturesOfOneStep) {
     const Graph graph = Capture(step);
     ClearOutputs(step);
     graph.Launch();
-    Check(step);
+    CheckAll(step);
   }
+}
+
+// Any routing of as many tokens at a replay: another one, everything for one rank, and each rank in turn without a
+// single expert.
+TEST_F(Graphs, OtherRoutingAtReplay) {
+  const std::vector<int> rows = UnevenRows(24);
+  const auto routing = [&](std::uint64_t seed) { return RandomRouting(rows, 2, Experts(group_), seed, 10); };
+  Step<BFloat16> step(group_, layer_, routing(8130), 8130);
+  const Graph graph = Capture(step);
+  std::vector<Routing> others = {routing(8131), routing(8132)};
+  for (int target = 0; target < Ranks(); ++target) {
+    const int local = group_.local_experts();
+    others.push_back(MakeRouting(rows, 2, [=](int, int row, int k) { return target * local + (row + k) % local; }));
+  }
+  for (int empty = 0; empty < Ranks(); ++empty) {
+    const Routing full = routing(8133);
+    others.push_back(MakeRouting(
+        rows, 2, [&](int rank, int row, int k) -> std::int64_t { return rank == empty ? -1 : full.at(rank, row, k); }));
+  }
+  others.push_back(MakeRouting(rows, 2, [](int, int, int) { return -1; }));
+  for (std::size_t i = 0; i < others.size(); ++i) {
+    SCOPED_TRACE("routing " + std::to_string(i));
+    Step<BFloat16> now(group_, layer_, others[i], 8130);
+    ReplayAs(step, now, graph);
+  }
+}
+
+// Counts, and where the ABI has it the total, are of this replay, wherever they lie.
+TEST_F(Graphs, CountsOfEveryReplay) {
+  const std::vector<int> rows = EvenRows(20);
+  const auto routing = [&](std::uint64_t seed) { return RandomRouting(rows, 2, Experts(group_), seed); };
+  Step<BFloat16> step(group_, layer_, routing(8140), 8140);
+  step.ForwardAndBackward();
+  const int local = group_.local_experts();
+  Pinned<std::int32_t> counts(local), total(1);
+  const Tensor counts_t(counts.data(), kNVTEInt32, {static_cast<std::size_t>(local)});
+  const Tensor total_t(total.data(), kNVTEInt32, {1});
+  const Graph on_device([&] { step.Prepare(); });
+  const Graph pinned([&] {
+    MakePrepareArgs(layer_.handle(), step.topk_idx_t.get(), counts_t.get(), total_t.get(), 2, layer_.alignment())
+        .Call();
+  });
+  for (std::uint64_t seed = 8141; seed < 8151; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Step<BFloat16> now(group_, layer_, routing(seed), 8140);
+    Overwrite(step.topk_idx, now.topk_idx);
+    step.counts.Clear();
+    step.total.Clear();
+    on_device.Launch();
+    Overwrite(now.counts, step.counts);
+    Overwrite(now.total, step.total);
+    now.CheckCounts();
+    counts.Fill(-1);
+    total.Fill(-1);
+    pinned.Launch();
+    const std::vector<std::int64_t>& expected = now.reference().Counts(World::Get().rank());
+    EXPECT_EQ(counts.values(), std::vector<std::int32_t>(expected.begin(), expected.end()));
+    if (kReportsTotal) {
+      EXPECT_EQ(total.values()[0], now.reference().Total(World::Get().rank()));
+    }
+  }
+}
+
+// Warmed up on one stream, captured on a second, launched on a third, and nobody waits in between.
+TEST_F(Graphs, ThreeStreamsWithoutAWait) {
+  SideStream streams[3];
+  Step<BFloat16> step(group_, layer_, SomeRouting(group_, 8150), 8150);
+  UploadInputs(step);
+  EnqueueAll(step, streams[0].get());
+  const Graph graph([&] { EnqueueAll(step, streams[1].get()); }, streams[1].get());
+  cudaEvent_t warm = nullptr;
+  TEST_CUDA(cudaEventCreateWithFlags(&warm, cudaEventDisableTiming));
+  TEST_CUDA(cudaEventRecord(warm, streams[0].get()));
+  TEST_CUDA(cudaStreamWaitEvent(streams[2].get(), warm, 0));
+  for (int replay = 0; replay < 5; ++replay) graph.Enqueue(streams[2].get());
+  World::Get().Wait(streams[2].get());
+  CheckAll(step);
+  ClearOutputs(step);
+  World::Get().Wait();
+  graph.Enqueue(streams[2].get());
+  World::Get().Wait(streams[2].get());
+  CheckAll(step);
+  TEST_CUDA(cudaEventDestroy(warm));
+}
+
+TEST_F(Graphs, CyclesOfCaptureReplayAndDestroy) {
+  Step<BFloat16> step(group_, layer_, RandomRouting(EvenRows(3), 2, Experts(group_), 8160), 8160);
+  step.ForwardAndBackward();
+  UploadInputs(step);
+  const auto cycle = [&] {
+    const Graph graph([&] { EnqueueAll(step); });
+    for (int replay = 0; replay < 10; ++replay) graph.Enqueue();
+    World::Get().Wait();
+  };
+  cycle();
+  const std::optional<HostStats> before = ReadHostStats();
+  const int cycles = EveryShapeIsCheap() ? 30 : 100;
+  for (int i = 0; i < cycles; ++i) cycle();
+  ClearOutputs(step);
+  Graph([&] { EnqueueAll(step); }).Launch();
+  CheckAll(step);
+  const std::optional<HostStats> after = ReadHostStats();
+  if (!before || !after) return;
+  EXPECT_EQ(after->device_allocations_live, before->device_allocations_live);
+  EXPECT_EQ(after->handles_created, before->handles_created);
+}
+
+// The first call of all on a layer, inside a capture of each mode: it either works, or is refused with words and leaves
+// the capture whole. On the host runtime it works.
+TEST(GraphsFromTheStart, FirstUseInEveryCaptureMode) {
+  if (!EveryShapeIsCheap() && std::getenv("NVTE_EP_TEST_FIRST_USE_IN_CAPTURE") == nullptr) {
+    GTEST_SKIP() << "NCCL EP compiles and loads its kernels at their first use, and aborts where it cannot: set "
+                    "NVTE_EP_TEST_FIRST_USE_IN_CAPTURE=1 and run this test alone";
+  }
+  const std::pair<cudaStreamCaptureMode, int> modes[] = {
+      {cudaStreamCaptureModeGlobal, 384}, {cudaStreamCaptureModeThreadLocal, 640}, {cudaStreamCaptureModeRelaxed, 896}};
+  for (const auto& [mode, hidden] : modes) {
+    SCOPED_TRACE("mode " + std::to_string(static_cast<int>(mode)));
+    GroupShape shape;
+    // Kernels of its own.
+    shape.hidden = hidden;
+    shape.alignment = 8;
+    Group group(shape);
+    Layer layer(2, 8);
+    Step<BFloat16> step(group, layer, RandomRouting(UnevenRows(20), 2, Experts(group), 8170), 8170);
+    UploadInputs(step);
+    World::Get().Wait();
+    std::unique_ptr<Graph> graph;
+    std::string refused;
+    cudaStream_t stream = World::Get().stream();
+    try {
+      graph = std::make_unique<Graph>(
+          [&] {
+            try {
+              EnqueueAll(step);
+            } catch (const std::exception& error) {
+              refused = error.what();
+            }
+          },
+          stream, mode);
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << "the capture did not survive: " << error.what() << " (" << refused << ")";
+    }
+    if (refused.empty()) {
+      ASSERT_NE(graph, nullptr);
+      for (int replay = 0; replay < 3; ++replay) {
+        ClearOutputs(step);
+        graph->Launch();
+        CheckAll(step);
+      }
+    } else {
+      EXPECT_FALSE(EveryShapeIsCheap()) << refused;
+      EXPECT_NE(refused.find("before the capture"), std::string::npos) << refused;
+    }
+    step.ForwardAndBackward();
+  }
+}
+
+// In eager mode the host reads every step's total, so a capture is refused by all calls, and is whole afterwards.
+TEST(GraphsFromTheStart, EagerModeIsRefused) {
+  Group group(Eager(GroupShape()));
+  Layer layer(2, 8);
+  const Routing routing = RandomRouting(UnevenRows(20), 2, Experts(group), 8180);
+  const Reference reference(routing, Experts(group), 8);
+  Step<BFloat16> step(group, layer, routing, 8180, reference.Total(World::Get().rank()));
+  step.ForwardAndBackward();
+  UploadInputs(step);
+  const std::vector<std::string> parts = {"captures a graph", "eager mode", "max_recv_tokens_per_rank > 0"};
+  const Graph empty([&] {
+    EXPECT_TRUE(Throws("nvte_ep_prepare", parts, [&] { step.Prepare(); }));
+    EXPECT_TRUE(Throws("nvte_ep_dispatch", parts, [&] { step.Dispatch(); }));
+    EXPECT_TRUE(Throws("nvte_ep_combine", parts, [&] { step.combine_args().Call(); }));
+    EXPECT_TRUE(Throws("nvte_ep_combine_bwd", parts, [&] { step.CombineBwd(); }));
+    EXPECT_TRUE(Throws("nvte_ep_dispatch_bwd", parts, [&] { step.dispatch_bwd_args().Call(); }));
+  });
+  empty.Launch();
+  step.ForwardAndBackward();
+}
+
+// Memory that was moved has to be looked into, which a capture forbids: refused with the remedy, and the capture is
+// whole.
+TEST(GraphsFromTheStart, MovedMemoryIsRefused) {
+  GroupShape shape;
+  shape.allow_handle_mem_reloc = 1;
+  Group group(shape);
+  Layer layer(2, 1);
+  Step<BFloat16> step(group, layer, RandomRouting(UnevenRows(20), 2, Experts(group), 8190), 8190);
+  step.ForwardAndBackward();
+  UploadInputs(step);
+  DeviceBuffer<std::uint8_t> moved(layer.memory().Download());
+  const Tensor mem = moved.View({moved.size()});
+  step.UseHandle(layer.HandleOver(mem));
+  const std::vector<std::string> parts = {"captures a graph", "once before the capture"};
+  const Graph empty([&] {
+    EXPECT_TRUE(Throws("nvte_ep_dispatch", parts, [&] { step.Dispatch(); }));
+    EXPECT_TRUE(Throws("nvte_ep_combine", parts, [&] { step.combine_args().Call(); }));
+  });
+  empty.Launch();
+  // The remedy, and then the same capture.
+  ClearOutputs(step);
+  step.Dispatch();
+  const Graph graph([&] {
+    step.Dispatch();
+    step.combine_args().Call();
+  });
+  graph.Launch();
+  step.CheckReceived();
+  step.CheckCombined();
 }
 
 }  // namespace

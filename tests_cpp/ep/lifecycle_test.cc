@@ -1,8 +1,11 @@
 // The group's life: initialize, shutdown, and other users of the same communicator and stream.
 
+#include <dirent.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <exception>
+#include <memory>
 #include <optional>
 #include <string>
 #include <thread>
@@ -12,6 +15,7 @@
 #include "support/ep.h"
 #include "support/expect_error.h"
 #include "support/host_stats.h"
+#include "support/symm.h"
 
 namespace test {
 namespace {
@@ -244,6 +248,146 @@ TEST(Lifecycle, StepsAllocateNoDeviceMemory) {
   EXPECT_EQ(after->device_bytes_live, before->device_bytes_live);
   EXPECT_EQ(after->device_allocations_live, before->device_allocations_live);
   EXPECT_EQ(after->streams_live, before->streams_live);
+}
+
+// Another width, and windows where there were none.
+TEST(Lifecycle, AgainWithZeroCopy) {
+  for (int round = 0; round < 2; ++round) {
+    {
+      GroupShape shape;
+      shape.hidden = EveryShapeIsCheap() ? 512 : 256;
+      shape.max_tokens = 16;
+      Group group(shape);
+      Layer layer(2, 8);
+      Step<float>(group, layer, RandomRouting(UnevenRows(9), 2, Experts(group), 3100), 3100).ForwardAndBackward();
+    }
+    GroupShape shape;
+    shape.hidden = EveryShapeIsCheap() ? 1024 : 256;
+    shape.max_tokens = 16;
+    shape.zero_copy = true;
+    Group group(shape);
+    Layer layer(2, 8);
+    Step<float> step(group, layer, RandomRouting(UnevenRows(9), 2, Experts(group), 3101), 3101);
+    PlacedStep<float>(step, kExchanged, true, 16).ForwardAndBackward();
+  }
+}
+
+// A layer, its memory and its id of an earlier group are nothing to a later one, whatever the later one is like.
+TEST(Lifecycle, LayersOfAnEarlierGroup) {
+  auto group = std::make_unique<Group>(GroupShape());
+  Layer layer(2, 1);
+  Step<BFloat16> step(*group, layer, RandomRouting(UnevenRows(9), 2, Experts(*group), 3110), 3110);
+  step.Forward();
+  for (const bool reloc : {false, true}) {
+    group.reset();
+    GroupShape shape;
+    shape.allow_handle_mem_reloc = reloc ? 1 : 0;
+    group = std::make_unique<Group>(shape);
+    EXPECT_TRUE(
+        Throws("nvte_ep_dispatch", {kHandleMem[6] == '_' ? "nvte_ep_prepare" : "handle.id"}, [&] { step.Dispatch(); }));
+    // Nor through a layer of the new group over the old memory.
+    const Layer fresh(2, 1);
+    Step<BFloat16> other(*group, fresh, RandomRouting(UnevenRows(9), 2, Experts(*group), 3111), 3111);
+    const Tensor old = layer.memory().View({layer.memory().size()});
+    other.UseHandle(fresh.HandleOver(old));
+    EXPECT_TRUE(Throws("nvte_ep_dispatch", {"nvte_ep_prepare"}, [&] { other.Dispatch(); }));
+    EXPECT_TRUE(Throws("nvte_ep_dispatch_bwd", {"nvte_ep_prepare"}, [&] { other.DispatchBwd(); }));
+    other.ForwardAndBackward();
+  }
+}
+
+// A communicator that was destroyed. NCCL does not recognise one, so this is for the host runtime.
+TEST(Lifecycle, DestroyedCommunicator) {
+  if (!ReadHostStats()) GTEST_SKIP() << "NCCL does not recognise a communicator that is gone";
+  ncclComm_t gone = World::Get().MakeComm(Ranks());
+  TEST_NCCL(ncclCommDestroy(gone));
+  EXPECT_TRUE(Throws("nvte_ep_initialize", {"communicator"}, [&] { Initialize(gone, GroupShape().Config()); }));
+  Group group{GroupShape()};
+  RunStep(group, 3120);
+}
+
+// The program's own window is the first thing of all on a communicator, and the group's first step the next.
+TEST(Lifecycle, WindowBeforeAnythingElse) {
+  ncclComm_t comm = World::Get().MakeComm(Ranks());
+  constexpr std::size_t kBytes = 4 << 20;
+  void* data = nullptr;
+  ncclWindow_t window = nullptr;
+  TEST_NCCL(ncclMemAlloc(&data, kBytes));
+  TEST_NCCL(ncclCommWindowRegister(comm, data, kBytes, &window, NCCL_WIN_COLL_SYMMETRIC));
+  {
+    GroupShape shape;
+    shape.max_tokens = 16;
+    shape.zero_copy = true;
+    Group group(shape.Config(), comm);
+    Layer layer(2, 8);
+    Step<float> step(group, layer, RandomRouting(UnevenRows(9), 2, Experts(group), 3130), 3130);
+    ASSERT_LE(step.recv_tokens.bytes(), kBytes);
+    CopyOnDevice(data, step.recv_tokens.data(), step.recv_tokens.bytes());
+    DispatchArgs args = step.dispatch_args();
+    const Tensor recv(data, kNVTEFloat32, {step.recv_rows(), step.hidden()});
+    args.recv_tokens = recv.get();
+    args.recv_tokens_win = MakeWindow(window, 0);
+    step.Prepare();
+    args.Call();
+    CopyOnDevice(step.recv_tokens.data(), data, step.recv_tokens.bytes());
+    const std::vector<float> received = step.recv_tokens.Download();
+    for (std::size_t s = 0; s < step.slots().size(); ++s) {
+      const Slot& slot = step.slots()[s];
+      for (std::size_t column = 0; column < step.hidden(); ++column) {
+        const float value = slot.padding() ? 0.0f : TokenValue(3130, slot.rank, slot.row, static_cast<int>(column));
+        ASSERT_EQ(received[s * step.hidden() + column], value) << "row " << s << " column " << column;
+      }
+    }
+  }
+  TEST_NCCL(ncclCommWindowDeregister(comm, window));
+  TEST_NCCL(ncclMemFree(data));
+  TEST_NCCL(ncclCommDestroy(comm));
+}
+
+int OpenFiles() {
+  int count = 0;
+  DIR* const folder = opendir("/proc/self/fd");
+  if (folder == nullptr) return 0;
+  while (readdir(folder) != nullptr) ++count;
+  closedir(folder);
+  return count;
+}
+
+// A framework that makes its group anew each time: no cycle costs more than the ones before, nor keeps a file open.
+TEST(Lifecycle, ManyGroupsInTurn) {
+  const int cycles = ReadHostStats() ? 100 : 8;
+  GroupShape shape;
+  shape.max_tokens = 8;
+  const auto cycle = [&] { Group group(shape); };
+  const auto time = [&](int count) {
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < count; ++i) cycle();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  time(cycles / 4);
+  const int files = OpenFiles();
+  const double first = time(cycles / 4);
+  time(cycles / 4);
+  const double last = time(cycles / 4);
+  EXPECT_LE(OpenFiles(), files);
+  // Machines are busy; what grows with every cycle would be many times as long.
+  EXPECT_LT(last, 10 * first + 1.0);
+}
+
+// The library queues no collective of the program's kind on its communicator during steps: ranks of different token
+// counts meet in the program's own collectives only.
+TEST(Lifecycle, NoCollectivesOfItsOwn) {
+  GroupShape shape;
+  shape.max_tokens = 129;
+  Group group(shape);
+  Layer layer(2, 8);
+  Step<BFloat16> step(group, layer, RandomRouting(UnevenRows(129), 2, Experts(group), 3140), 3140);
+  step.ForwardAndBackward();
+  const std::optional<HostStats> before = ReadHostStats();
+  for (int i = 0; i < 3; ++i) step.ForwardAndBackward();
+  const std::optional<HostStats> after = ReadHostStats();
+  if (!before || !after) GTEST_SKIP() << "the counters are the host runtime's";
+  EXPECT_EQ(after->collectives, before->collectives);
 }
 
 }  // namespace

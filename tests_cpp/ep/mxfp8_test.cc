@@ -10,6 +10,7 @@
 
 #include "ep/rig.h"
 #include "ep/scaled_step.h"
+#include "support/host_stats.h"
 
 namespace test {
 namespace {
@@ -154,6 +155,21 @@ TEST_F(Mxfp8Errors, WidthsWhoseScaleRowsCannotBeCopied) {
   Refuses(Tokens(256), RecvTokens(256), {"tokens", "512", "256", "8 scales"});
 }
 
+// Rows of 68, 72 and 76 scales, which some formats pad to the next multiple of 16 bytes.
+TEST(Mxfp8, WidthsBetweenThePaddedOnes) {
+  Group group(Shape(2560));
+  Layer layer(2, 1);
+  for (const int hidden : {2176, 2304, 2432}) {
+    ScaledStep scaled(group, layer, RoundRobin(EvenRows(5), 2, Experts(group)), 6965, hidden);
+    scaled.step.Prepare();
+    EXPECT_TRUE(Throws("nvte_ep_dispatch", {"tokens", "512", std::to_string(hidden), std::to_string(hidden / 32)},
+                       [&] { scaled.dispatch_args().Call(); }));
+  }
+  if (EveryShapeIsCheap()) {
+    ScaledStep(group, layer, RoundRobin(EvenRows(5), 2, Experts(group)), 6966, 2560).Run();
+  }
+}
+
 TEST_F(Mxfp8Errors, PaddedScales) {
   const Tensor recv = RecvTokens(512);
   Refuses(TokensWithScales(room(), kNVTEFloat8E8M0, {128, 16}), recv,
@@ -199,6 +215,20 @@ TEST_F(Mxfp8Errors, OtherTypesAndScalings) {
           {"tokens", "16"});
   Refuses(TokensWithScales(room() + 8, kNVTEFloat8E8M0, {kRows, 16}), RecvTokens(512),
           {"tokens.rowwise_scale_inv", "16"});
+}
+
+// Two 8-bit types, of which each is the other's garbage.
+TEST_F(Mxfp8Errors, AnotherTypeOnEachSide) {
+  Refuses(Mxfp8(room(), kNVTEFloat8E4M3, {kRows, 512}, room(), kNVTEFloat8E8M0, {kRows, 16}),
+          Mxfp8(room(), kNVTEFloat8E5M2, {capacity(), 512}, room(), kNVTEFloat8E8M0, {capacity(), 16}),
+          {"recv_tokens", "e4m3, got", "e5m2"});
+}
+
+// Scales as a transposed tensor.
+TEST_F(Mxfp8Errors, ScalesByColumns) {
+  Refuses(TokensWithScales(room(), kNVTEFloat8E8M0, {16, kRows - 1}), RecvTokens(512), {"tokens.rowwise_scale_inv"});
+  Refuses(Tokens(512), RecvTokensWithScales(room(), kNVTEFloat8E8M0, {16, capacity()}),
+          {"recv_tokens.rowwise_scale_inv", "[16, " + std::to_string(capacity()) + "]"});
 }
 
 // Scaled rows are moved, not summed.

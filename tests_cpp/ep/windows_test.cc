@@ -409,6 +409,22 @@ TEST_F(WindowErrors, WindowsOfNobody) {
           [&] { combine.Call(); });
 }
 
+// A window of another communicator, over which the group's peers cannot find it.
+TEST_F(WindowErrors, WindowsOfAnotherCommunicator) {
+  if (!EveryShapeIsCheap()) GTEST_SKIP() << "only on the host runtime";
+  ncclComm_t other = World::Get().MakeComm(Ranks());
+  {
+    OwnWindow memory(capacity() * kHidden * 2, other);
+    const Tensor none(nullptr, kNVTEBFloat16, {capacity(), kHidden});
+    CombineArgs combine = step().combine_args();
+    combine.expert_out = none.get();
+    combine.expert_out_win = memory.At(0);
+    Refuses("nvte_ep_combine", {"expert_out_win.window", "of the group's communicator"}, [&] { combine.Call(); });
+    World::Get().Wait();
+  }
+  TEST_NCCL(ncclCommDestroy(other));
+}
+
 // What zero-copy groups need is named one by one.
 TEST(ZeroCopyErrors, MissingWindowsAreNamed) {
   Group group(ZeroCopy());

@@ -4,10 +4,14 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 #include <nccl.h>
+#include <nvte_ep_ext.h>
 #include <transformer_engine/ep.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -156,6 +160,107 @@ TEST(Devices, EachHasAGroupOfItsOwn) {
     EXPECT_TRUE(Throws("nvte_ep_handle_mem_size", {"nvte_ep_initialize"}, [&] { nvte_ep_handle_mem_size(&layer); }));
     EXPECT_EQ(ncclCommDestroy(comms[static_cast<std::size_t>(device)]), ncclSuccess);
   }
+}
+
+// A thread and a communicator for each rank, on a device of its own, and a group over them. `body(rank)` runs in the
+// rank's thread; what one throws is a failure.
+class Groups {
+ public:
+  Groups() : comms_(kRanks) {
+    ncclUniqueId id;
+    EXPECT_EQ(ncclGetUniqueId(&id), ncclSuccess);
+    InThreads([&](std::size_t rank) {
+      EXPECT_EQ(ncclCommInitRank(&comms_[rank], kRanks, id, static_cast<int>(rank)), ncclSuccess);
+      NVTEEpGroupConfig config = {};
+      config.struct_size = sizeof config;
+      config.ep_size = kRanks;
+      config.num_experts = kExperts;
+      config.max_tokens_per_rank = kTokens;
+      config.max_recv_tokens_per_rank = kRanks * kTokens;
+      config.hidden_dim = kHidden;
+      config.max_token_dtype = kNVTEFloat32;
+      nvte_ep_initialize(comms_[rank], &config);
+    });
+  }
+  ~Groups() {
+    EXPECT_NO_THROW(nvte_ep_shutdown());
+    for (std::size_t rank = 0; rank < kRanks; ++rank) {
+      EXPECT_EQ(cudaSetDevice(static_cast<int>(rank)), cudaSuccess);
+      EXPECT_EQ(ncclCommDestroy(comms_[rank]), ncclSuccess);
+    }
+  }
+  Groups(const Groups&) = delete;
+  Groups& operator=(const Groups&) = delete;
+
+  static void InThreads(const std::function<void(std::size_t)>& body) {
+    std::vector<std::string> errors(kRanks);
+    std::vector<std::thread> threads;
+    for (std::size_t rank = 0; rank < kRanks; ++rank) {
+      threads.emplace_back([&, rank] {
+        try {
+          ASSERT_EQ(cudaSetDevice(static_cast<int>(rank)), cudaSuccess);
+          body(rank);
+        } catch (const std::exception& error) {
+          errors[rank] = error.what();
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (std::size_t rank = 0; rank < kRanks; ++rank) EXPECT_EQ(errors[rank], "") << "rank " << rank;
+  }
+
+ private:
+  std::vector<ncclComm_t> comms_;
+};
+
+// A rank waits inside a call, for a step in which the other one, of the same process, has yet to take part.
+TEST(Devices, ACallThatWaitsKeepsNobodyElseOut) {
+  const Groups groups;
+  Groups::InThreads([&](std::size_t rank) {
+    const NVTEEpLayerConfig layer = LayerOfOne();
+    const std::vector<std::int64_t> experts = {0, 1, 2, 3};
+    const DeviceTensor memory(kNVTEByte, 1, {nvte_ep_handle_mem_size(&layer)}, nullptr);
+    const DeviceTensor topk_idx(kNVTEInt64, 8, {kTokens, 1}, experts.data());
+    cudaStream_t stream = nullptr;
+    ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    for (std::size_t late = 0; late < 2 * kRanks; ++late) {
+      if (rank == late % kRanks) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      nvte_ep_prepare(memory.tensor, topk_idx.tensor, nullptr, nullptr, &layer, stream);
+      NVTEEpExtRecvTotals totals = {};
+      totals.struct_size = sizeof totals;
+      nvte_ep_ext_recv_totals(memory.tensor, &totals, stream);
+      EXPECT_EQ(totals.needed, kRanks * kTokens / kRanks);
+    }
+    ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    cudaStreamDestroy(stream);
+  });
+}
+
+// Steps of both ranks, and questions from two more threads a device, all at once.
+TEST(Devices, ThreadsOfAllDevicesAtOnce) {
+  const Groups groups;
+  std::atomic<bool> done{false};
+  std::vector<std::thread> others;
+  for (std::size_t i = 0; i < 2 * kRanks; ++i) {
+    others.emplace_back([&, i] {
+      ASSERT_EQ(cudaSetDevice(static_cast<int>(i % kRanks)), cudaSuccess);
+      const NVTEEpLayerConfig layer = LayerOfOne();
+      while (!done) {
+        EXPECT_GT(nvte_ep_handle_mem_size(&layer), 0u);
+        EXPECT_TRUE(
+            Throws("nvte_ep_combine", {"null"}, [] { nvte_ep_combine(nullptr, nullptr, {}, nullptr, nullptr); }));
+      }
+    });
+  }
+  Groups::InThreads([&](std::size_t rank) {
+    for (int i = 0; i < 50; ++i) {
+      std::vector<float> received, result;
+      Step(rank, &received, &result);
+      for (std::size_t t = 0; t < kTokens; ++t) ASSERT_EQ(result[t * kHidden + 7], Value(rank, t)) << "step " << i;
+    }
+  });
+  done = true;
+  for (std::thread& other : others) other.join();
 }
 
 }  // namespace

@@ -9,6 +9,8 @@ pub mod nccl_ep;
 
 use std::cell::Cell;
 use std::ffi::c_void;
+use std::sync::Once;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use nvte_ep_bindings::*;
 
@@ -38,7 +40,7 @@ fn runtime(work: impl FnOnce(&'static Device) -> Outcome<()>) -> cudaError_t {
 fn runtime_query(work: impl FnOnce() -> Outcome<()>) -> cudaError_t {
     let _call = Call::enter(&work);
     let code = code_of(|| {
-        refuse_on_worker()?;
+        refuse_out_of_place()?;
         inject::at_entry(&work)?;
         work()
     });
@@ -52,7 +54,7 @@ fn runtime_query(work: impl FnOnce() -> Outcome<()>) -> cudaError_t {
 fn driver(work: impl FnOnce() -> Outcome<()>) -> CUresult {
     let _call = Call::enter(&work);
     code_of(|| {
-        refuse_on_worker()?;
+        refuse_out_of_place()?;
         inject::at_entry(&work)?;
         if !device::driver_ready() {
             return Err(Fault::cuda(CUDA_ERROR_NOT_INITIALIZED, "cuInit was not called"));
@@ -90,7 +92,7 @@ fn is_sticky(fault: &Fault) -> bool {
 fn nccl(work: impl FnOnce() -> Outcome<()>) -> ncclResult_t {
     let _call = Call::enter(&work);
     let done = contain(|| {
-        refuse_on_worker()?;
+        refuse_out_of_place()?;
         check::policy()?;
         inject::at_entry(&work)?;
         work()
@@ -108,7 +110,24 @@ fn nccl(work: impl FnOnce() -> Outcome<()>) -> ncclResult_t {
     }
 }
 
-fn refuse_on_worker() -> Outcome<()> {
+/// Whether this is a child of fork, whose parent had called before.
+static IS_FORKED_CHILD: AtomicBool = AtomicBool::new(false);
+
+/// Fails where no call can be served: in host functions, and in a forked child of a process that had called before, which
+/// has a copy of the memory but none of the threads (CUDA fails there with the same code).
+fn refuse_out_of_place() -> Outcome<()> {
+    extern "C" fn mark() {
+        IS_FORKED_CHILD.store(true, Ordering::Relaxed);
+    }
+    static WATCH: Once = Once::new();
+    WATCH.call_once(|| {
+        // SAFETY: the handler stores a flag, and the library is never unloaded.
+        unsafe { libc::pthread_atfork(None, None, Some(mark)) };
+    });
+    if IS_FORKED_CHILD.load(Ordering::Relaxed) {
+        let text = "CUDA and NCCL cannot be used in a process that was forked after their first use";
+        return Err(Fault::both(cudaErrorInitializationError, ncclUnhandledCudaError, text));
+    }
     if stream::on_worker() {
         return Err(Fault::cuda(cudaErrorNotPermitted, "CUDA calls are not allowed in host functions of a stream"));
     }

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "ep/graph.h"
 #include "ep/te/te_calls.h"
 #include "support/expect_error.h"
 #include "support/host_stats.h"
@@ -287,6 +288,49 @@ TEST(HandleCache, NoLimit) {
 TEST(HandleCache, MoreHandlesOf32BitIndicesThanTheLimit) {
   const CacheSize size("2");
   RunInFlight<std::int32_t>(3, 6840);
+}
+
+// Graphs use the memory, not what the library keeps of it: more layers than are kept, between capture and replay,
+// change nothing. Of the two captured layers one was new to the library.
+TEST(HandleCache, GraphsOfHandlesThatWereGivenUp) {
+  const CacheSize size("2");
+  GroupShape shape;
+  shape.alignment = 8;
+  Group group(shape);
+  Layer known(2, 8), fresh(2, 8);
+  const auto routing = [&](std::uint64_t seed) { return RandomRouting(UnevenRows(20), 2, Experts(group), seed); };
+  Step<BFloat16> a(group, known, routing(6860), 6860), b(group, fresh, routing(6861), 6861);
+  a.ForwardAndBackward();
+  UploadInputs(a);
+  UploadInputs(b);
+  World::Get().Wait();
+  const Graph graph_a([&] { EnqueueAll(a); }), graph_b([&] { EnqueueAll(b); });
+  for (int round = 0; round < 2; ++round) {
+    SCOPED_TRACE("round " + std::to_string(round));
+    for (int i = 0; i < 5; ++i) {
+      Layer other(2, std::size_t{1} << i);
+      Step<BFloat16>(group, other, routing(6870 + i), 6870 + i).ForwardAndBackward();
+    }
+    const std::optional<HostStats> stats = ReadHostStats();
+    if (stats) {
+      EXPECT_GE(stats->handles_destroyed, 3u);
+    }
+    for (Step<BFloat16>* step : {&a, &b}) {
+      ClearOutputs(*step);
+      (step == &a ? graph_a : graph_b).Launch();
+      CheckAll(*step);
+      Step<BFloat16> now(group, step == &a ? known : fresh, routing(6880 + round), step == &a ? 6860 : 6861);
+      ReplayAs(*step, now, step == &a ? graph_a : graph_b);
+      Step<BFloat16> again(group, step == &a ? known : fresh, routing(step == &a ? 6860 : 6861),
+                           step == &a ? 6860 : 6861);
+      ReplayAs(*step, again, step == &a ? graph_a : graph_b);
+    }
+    // Without a graph too: the memory tells what it holds.
+    a.recv_tokens.Clear();
+    a.recv_weights.Clear();
+    a.Dispatch();
+    a.CheckReceived();
+  }
 }
 
 TEST(HandleCache, Zero) {
