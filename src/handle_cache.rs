@@ -47,6 +47,9 @@ pub struct HandleCache<H> {
     entries: LruCache<HandleKey, Entry<H>, FxBuildHasher>,
     /// Which key prepared a piece of memory last: registered layers may share one.
     owners: FxHashMap<u64, HandleKey>,
+    /// Memory that a captured prepare writes, whose graph may be launched at any time: only the memory itself knows what it
+    /// holds. With what the latest capture prepares, for calls of the same capture.
+    captured: FxHashMap<u64, (HandleKey, Prepared)>,
     relocation: Relocation,
     limit: Option<usize>,
 }
@@ -58,6 +61,7 @@ impl<H> HandleCache<H> {
         Self {
             entries: LruCache::unbounded_with_hasher(FxBuildHasher),
             owners: FxHashMap::default(),
+            captured: FxHashMap::default(),
             relocation,
             limit,
         }
@@ -96,6 +100,21 @@ impl<H> HandleCache<H> {
         entry.prepared = None;
         self.owners.insert(entry.memory, key);
         Some(entry)
+    }
+
+    /// Notes that `key` was prepared in `memory` by a stream that captures: nothing has happened yet.
+    pub fn note_captured(&mut self, key: HandleKey, memory: u64, prepared: Prepared) {
+        self.captured.insert(memory, (key, prepared));
+    }
+
+    /// Whether a captured prepare may write `memory`.
+    pub fn is_captured(&self, memory: u64) -> bool {
+        self.captured.contains_key(&memory)
+    }
+
+    /// What the latest captured prepare of `key` leaves in `memory`.
+    pub fn captured(&self, key: HandleKey, memory: u64) -> Option<Prepared> {
+        self.captured.get(&memory).filter(|(owner, _)| *owner == key).map(|(_, prepared)| *prepared)
     }
 
     /// The entry of `key`, which becomes the most recently used.
@@ -203,6 +222,19 @@ mod tests {
         assert_eq!(cache.prepared(other, 0x100).unwrap().recv_total, Some(77));
         cache.start_prepare(KEY).unwrap();
         assert_eq!((cache.prepared(KEY, 0x100), cache.prepared(other, 0x100)), (None, None));
+    }
+
+    #[test]
+    fn a_captured_prepare_has_not_happened() {
+        let mut cache = HandleCache::new(Relocation::Refuse, None);
+        cache.insert(KEY, 0x100, layer(2), None, 1);
+        let eager = Prepared { num_tokens: 20, index_dtype: DType::Int64, recv_total: None };
+        cache.start_prepare(KEY).unwrap().prepared = Some(eager);
+        let captured = Prepared { num_tokens: 10, ..eager };
+        cache.note_captured(KEY, 0x100, captured);
+        assert!(cache.is_captured(0x100) && !cache.is_captured(0x200));
+        assert_eq!((cache.prepared(KEY, 0x100), cache.captured(KEY, 0x100)), (Some(eager), Some(captured)));
+        assert_eq!(cache.captured(HandleKey::Registered(8), 0x100), None);
     }
 
     #[test]

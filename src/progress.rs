@@ -429,9 +429,11 @@ mod tests {
         let ranks = group(1, 4);
         for rank in &ranks {
             assert_eq!(rank.enter(Step::of(Call::Prepare)), 1);
+            rank.queued(1);
         }
         assert_eq!(ranks[0].enter(STEP), 2);
         ranks[1].enter(STEP);
+        ranks[1].queued(2);
         ranks[2].refuse("nvte_ep_dispatch: tokens must be 2D");
         let reason = ranks[0].reason(2, STEP);
         assert!(!reason.hopeless);

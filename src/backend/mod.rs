@@ -768,12 +768,18 @@ impl Backend {
         };
         self.require_memory(&handle.mem, registered.map_or(STAMP_BYTES, |layer| layer.mem_bytes()))?;
         let known = self.handles.get_mut(handle.key).map(|entry| (entry.layer, entry.memory));
+        let (_, state) = stream;
+        let by_graph = self.handles.is_captured(memory);
         let (config, prepared) = match known {
+            Some((config, at)) if at == memory && by_graph && state == StreamState::Capturing => {
+                let captured = self.handles.captured(handle.key, memory);
+                (config, captured.or_else(|| self.handles.prepared(handle.key, memory)))
+            }
             // The layer's own memory, as far as this process knows.
-            Some((config, at)) if at == memory => (config, self.handles.prepared(handle.key, memory)),
+            Some((config, at)) if at == memory && !by_graph => (config, self.handles.prepared(handle.key, memory)),
             // Registered and never prepared anywhere.
             None if registered.is_some() => return Err(not_prepared(handle)),
-            // Memory that is new to the library: moved here, or given up by the cache.
+            // Memory that is new to the library: moved here, or given up by the cache. Or a graph may have prepared it.
             _ => {
                 if let (Some(layer), Some(_)) = (registered, known) {
                     // Refused by the group's policy, if so, before anything is read.
@@ -977,8 +983,12 @@ impl Backend {
             require_no_capture(state)?;
         }
         self.handle(handle, layer, None)?;
-        // A failed exchange leaves no routing that could be replayed.
-        let entry = self.handles.start_prepare(handle.key).expect("built just now");
+        // A failed exchange leaves no routing that could be replayed; a captured one has not happened.
+        let entry = match state {
+            StreamState::Working => self.handles.start_prepare(handle.key),
+            StreamState::Capturing => self.handles.get_mut(handle.key),
+        };
+        let entry = entry.expect("built just now");
         let (memory, total, cuda) = (handle.mem.data, total_of(&handle.mem, call), &self.base.cuda);
         let (copied, not_experts) = (memory + layer.index_offset() as u64, memory + NOT_EXPERTS_OFFSET as u64);
         let step = call.step(&layer.config);
@@ -1002,7 +1012,10 @@ impl Backend {
         };
         // SAFETY: the caller vouches for the stream.
         unsafe { watch.queue(step, stream, state, queue) }?;
-        entry.prepared = Some(prepared);
+        match state {
+            StreamState::Working => entry.prepared = Some(prepared),
+            StreamState::Capturing => self.handles.note_captured(handle.key, handle.mem.data, prepared),
+        }
         Ok(())
     }
 

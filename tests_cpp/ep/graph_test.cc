@@ -117,6 +117,33 @@ TEST_F(Graphs, OtherIndicesAtReplay) {
   }
 }
 
+// A handle that is prepared by a graph and by calls in turn, with other token counts: each backward pass goes by what
+// the memory holds, and one of the other count is refused.
+TEST_F(Graphs, PreparedByGraphAndByCallsInTurn) {
+  const auto routing = [&](int rows, std::uint64_t seed) {
+    return RandomRouting(EvenRows(rows), 2, Experts(group_), seed);
+  };
+  Step<BFloat16> captured(group_, layer_, routing(10, 8115), 8115), eager(group_, layer_, routing(20, 8116), 8116);
+  captured.ForwardAndBackward();
+  eager.ForwardAndBackward();
+  const Graph graph([&] { captured.prepare_args().Call(); });
+  // The capture has prepared nothing.
+  eager.CombineBwd();
+  eager.CheckCombineBwd();
+  const auto refused = [](Step<BFloat16>& step, const char* count) {
+    EXPECT_TRUE(Throws("nvte_ep_combine_bwd", {"grad", "as the prepared topk_idx", count}, [&] { step.CombineBwd(); }));
+  };
+  refused(captured, "20");
+  graph.Launch();
+  captured.CombineBwd();
+  captured.CheckCombineBwd();
+  refused(eager, "10");
+  eager.Prepare();
+  eager.CombineBwd();
+  eager.CheckCombineBwd();
+  refused(captured, "20");
+}
+
 TEST_F(Graphs, ManyCapturesOfOneStep) {
   Step<BFloat16> step(group_, layer_, SomeRouting(group_, 8120), 8120);
   for (int i = 0; i < 20; ++i) {
