@@ -1,8 +1,9 @@
-// A rank that fails, hangs or dies at a call that NVTE_EP_HOST_FAULT names: its peers, and it itself where it lives, have
-// to come out of their calls with an error, or without one where it was only late, in bounded time. Started with
+// A rank that fails, hangs or dies at a call that NVTE_EP_HOST_FAULT names: its peers, and it itself where it lives,
+// have to come out of their calls with an error, or without one where it was only late, in bounded time. Started with
 // mpirun --enable-recovery, which leaves the others alone when a rank dies. Host runtime only.
 //
-// Every rank that comes to its end prints one line: "fault: rank R raised after N ms: TEXT" or "fault: rank R finished".
+// Every rank that comes to its end prints one line: "fault: rank R raised after N ms: TEXT" or "fault: rank R
+// finished".
 
 #include <signal.h>
 #include <unistd.h>
@@ -39,8 +40,8 @@ bool Raises(const char* what, Call&& call) {
     return false;
   } catch (const std::exception& error) {
     const double took = Now() - start;
-    std::printf("fault: rank %d raised after %d ms in %s: %s\n", World::Get().rank(), static_cast<int>(took * 1e3), what,
-                error.what());
+    std::printf("fault: rank %d raised after %d ms in %s: %s\n", World::Get().rank(), static_cast<int>(took * 1e3),
+                what, error.what());
     if (took > kBoundSeconds) {
       std::printf("fault: rank %d TOO LATE\n", World::Get().rank());
     }

@@ -1,6 +1,6 @@
-// Random invalid calls: a valid one with one to three things changed, each of which the contract refuses by itself. Each
-// has to throw a std::runtime_error that names function and argument, and to leave everything as it was: valid steps
-// follow, over the same layers and in between.
+// Random invalid calls: a valid one with one to three things changed, each of which the contract refuses by itself.
+// Each has to throw a std::runtime_error that names function and argument, and to leave everything as it was: valid
+// steps follow, over the same layers and in between.
 
 #include <algorithm>
 #include <cstdint>
@@ -56,42 +56,120 @@ class Victim {
     switch (function) {
       case 0:
         arguments = {{"topk_idx", &prepare.topk_idx, Part::kIndices, step.topk_idx.data(), kNVTEInt64, {rows, top_k}},
-                     {kCounts, &prepare.token_counts, Part::kCounts, step.counts.data(), kNVTEInt32,
-                      {step.counts.size()}, nullptr, nullptr, /*optional=*/kReportsTotal}};
+                     {kCounts,
+                      &prepare.token_counts,
+                      Part::kCounts,
+                      step.counts.data(),
+                      kNVTEInt32,
+                      {step.counts.size()},
+                      nullptr,
+                      nullptr,
+                      /*optional=*/kReportsTotal}};
         break;
       case 1:
         arguments = {{"topk_idx", &dispatch.topk_idx, Part::kIndices, step.topk_idx.data(), kNVTEInt64, {rows, top_k}},
-                     {"tokens", &dispatch.tokens, Part::kSource, step.tokens.data(), type, {rows, hidden},
-                      &dispatch.tokens_win, "recv_tokens"},
-                     {"topk_weights", &dispatch.topk_weights, Part::kWeights, step.weights.data(), kNVTEFloat32,
-                      {rows, top_k}, &dispatch.topk_weights_win, "recv_topk_weights"},
-                     {"recv_tokens", &dispatch.recv_tokens, Part::kRecv, step.recv_tokens.data(), type, {recv, hidden},
-                      &dispatch.recv_tokens_win, "tokens"},
-                     {"recv_topk_weights", &dispatch.recv_topk_weights, Part::kRecvWeights, step.recv_weights.data(),
-                      kNVTEFloat32, {recv}, &dispatch.recv_topk_weights_win, "topk_weights"}};
+                     {"tokens",
+                      &dispatch.tokens,
+                      Part::kSource,
+                      step.tokens.data(),
+                      type,
+                      {rows, hidden},
+                      &dispatch.tokens_win,
+                      "recv_tokens"},
+                     {"topk_weights",
+                      &dispatch.topk_weights,
+                      Part::kWeights,
+                      step.weights.data(),
+                      kNVTEFloat32,
+                      {rows, top_k},
+                      &dispatch.topk_weights_win,
+                      "recv_topk_weights"},
+                     {"recv_tokens",
+                      &dispatch.recv_tokens,
+                      Part::kRecv,
+                      step.recv_tokens.data(),
+                      type,
+                      {recv, hidden},
+                      &dispatch.recv_tokens_win,
+                      "tokens"},
+                     {"recv_topk_weights",
+                      &dispatch.recv_topk_weights,
+                      Part::kRecvWeights,
+                      step.recv_weights.data(),
+                      kNVTEFloat32,
+                      {recv},
+                      &dispatch.recv_topk_weights_win,
+                      "topk_weights"}};
         break;
       case 2:
-        arguments = {{"expert_out", &combine.expert_out, Part::kRecv, step.expert_out.data(), type, {recv, hidden},
-                      &combine.expert_out_win, "result"},
-                     {"result", &combine.result, Part::kSource, step.result.data(), type, {rows, hidden}, nullptr,
+        arguments = {{"expert_out",
+                      &combine.expert_out,
+                      Part::kRecv,
+                      step.expert_out.data(),
+                      type,
+                      {recv, hidden},
+                      &combine.expert_out_win,
+                      "result"},
+                     {"result",
+                      &combine.result,
+                      Part::kSource,
+                      step.result.data(),
+                      type,
+                      {rows, hidden},
+                      nullptr,
                       "expert_out"}};
         break;
       case 3:
-        arguments = {{"grad", &dispatch_bwd.grad, Part::kRecv, step.slot_grad.data(), type, {recv, hidden},
-                      &dispatch_bwd.grad_win, "grad_tokens"},
-                     {"g_recv_topk_weights", &dispatch_bwd.g_recv_topk_weights, Part::kRecvWeights,
-                      step.g_recv_weights.data(), kNVTEFloat32, {recv}, &dispatch_bwd.g_recv_topk_weights_win,
+        arguments = {{"grad",
+                      &dispatch_bwd.grad,
+                      Part::kRecv,
+                      step.slot_grad.data(),
+                      type,
+                      {recv, hidden},
+                      &dispatch_bwd.grad_win,
+                      "grad_tokens"},
+                     {"g_recv_topk_weights",
+                      &dispatch_bwd.g_recv_topk_weights,
+                      Part::kRecvWeights,
+                      step.g_recv_weights.data(),
+                      kNVTEFloat32,
+                      {recv},
+                      &dispatch_bwd.g_recv_topk_weights_win,
                       "grad_topk_weights"},
-                     {"grad_tokens", &dispatch_bwd.grad_tokens, Part::kSource, step.grad_tokens.data(), type,
-                      {rows, hidden}, nullptr, "grad"},
-                     {"grad_topk_weights", &dispatch_bwd.grad_topk_weights, Part::kWeights, step.grad_weights.data(),
-                      kNVTEFloat32, {rows, top_k}, nullptr, "g_recv_topk_weights"}};
+                     {"grad_tokens",
+                      &dispatch_bwd.grad_tokens,
+                      Part::kSource,
+                      step.grad_tokens.data(),
+                      type,
+                      {rows, hidden},
+                      nullptr,
+                      "grad"},
+                     {"grad_topk_weights",
+                      &dispatch_bwd.grad_topk_weights,
+                      Part::kWeights,
+                      step.grad_weights.data(),
+                      kNVTEFloat32,
+                      {rows, top_k},
+                      nullptr,
+                      "g_recv_topk_weights"}};
         break;
       default:
-        arguments = {{"grad", &combine_bwd.grad, Part::kSource, step.grad.data(), type, {rows, hidden},
-                      &combine_bwd.grad_win, "grad_expert_out"},
-                     {"grad_expert_out", &combine_bwd.grad_expert_out, Part::kRecv, step.grad_expert_out.data(), type,
-                      {recv, hidden}, &combine_bwd.grad_expert_out_win, "grad"}};
+        arguments = {{"grad",
+                      &combine_bwd.grad,
+                      Part::kSource,
+                      step.grad.data(),
+                      type,
+                      {rows, hidden},
+                      &combine_bwd.grad_win,
+                      "grad_expert_out"},
+                     {"grad_expert_out",
+                      &combine_bwd.grad_expert_out,
+                      Part::kRecv,
+                      step.grad_expert_out.data(),
+                      type,
+                      {recv, hidden},
+                      &combine_bwd.grad_expert_out_win,
+                      "grad"}};
         break;
     }
   }
@@ -137,7 +215,9 @@ class Victim {
     kept.push_back(std::move(tensor));
     Changed(argument.name, what);
   }
-  Refusal refusal() const { return {kFunctions[function_], names, changes, [this] { Call(); }}; }
+  Refusal refusal() const {
+    return {kFunctions[function_], names, changes, [this] { Call(); }};
+  }
 
  private:
   const int function_;
@@ -408,8 +488,7 @@ void SpoilHandle(Dice& dice, Victim& victim, int function, const Layer& layer, c
 }
 
 struct Rig {
-  explicit Rig(Dice& dice)
-      : shape(Shape(dice)), group(shape), room(4096), fresh(std::size_t{1} << 20) {
+  explicit Rig(Dice& dice) : shape(Shape(dice)), group(shape), room(4096), fresh(std::size_t{1} << 20) {
     for (int i = 0; i < 3; ++i) {
       const int top_k = EveryShapeIsCheap() ? dice.Between(2, shape.top_k) : 2;
       const std::size_t alignment = dice.OneOf<std::size_t>({0, 1, 4, 16});
@@ -462,7 +541,8 @@ void RefuseOne(Dice& dice, Rig& rig, std::size_t i, int only) {
     const std::size_t wrong = dice.OneOf<std::size_t>({3, 12, 127, std::size_t{1} << 31, ~std::size_t{0}});
     if (!mine) return;
     if (top_k) {
-      return Refuse({kLayerFunction, "top_k", "top_k " + std::to_string(wrong_top_k), [=] { Register(wrong_top_k, 1); }});
+      return Refuse(
+          {kLayerFunction, "top_k", "top_k " + std::to_string(wrong_top_k), [=] { Register(wrong_top_k, 1); }});
     }
     return Refuse({kLayerFunction, "dispatch_output_per_expert_alignment", "alignment " + std::to_string(wrong),
                    [=] { Register(2, wrong); }});
@@ -483,8 +563,8 @@ void RefuseOne(Dice& dice, Rig& rig, std::size_t i, int only) {
   } else {
     const Argument& first = victim.arguments[dice.Between(0, static_cast<int>(victim.arguments.size()) - 1)];
     // What is wrong beside other arguments comes alone: more could undo it.
-    const bool spoilt = (kind < 45 && SpoilWindow(dice, victim, first, rig.room)) ||
-                        (kind < 60 && SpoilBeside(dice, victim, first));
+    const bool spoilt =
+        (kind < 45 && SpoilWindow(dice, victim, first, rig.room)) || (kind < 60 && SpoilBeside(dice, victim, first));
     if (!spoilt) {
       Spoil(dice, victim, function, first, rig.shape.max_tokens);
       // More that is wrong, with other arguments.
@@ -627,8 +707,7 @@ void RefuseGroups(Dice& dice) {
       if (field == 2) config.max_tokens_per_rank -= 4;
     }
     const char* const names[] = {"hidden_dim", "num_experts", "max_tokens_per_rank"};
-    Refuse({"nvte_ep_initialize", names[field], "ranks that differ",
-            [&] { Initialize(World::Get().comm(), config); }});
+    Refuse({"nvte_ep_initialize", names[field], "ranks that differ", [&] { Initialize(World::Get().comm(), config); }});
   }
 }
 
@@ -643,8 +722,8 @@ void RefusePlainMemory(Dice& dice) {
   Refuse({"nvte_ep_dispatch", "recv_tokens_win.window", "plain memory", [&] { step.dispatch_args().Call(); }});
   Refuse({"nvte_ep_combine", "expert_out_win.window", "plain memory", [&] { step.combine_args().Call(); }});
   Refuse({"nvte_ep_dispatch_bwd", "grad_win.window", "plain memory", [&] { step.dispatch_bwd_args().Call(); }});
-  Refuse({"nvte_ep_combine_bwd", "grad_expert_out_win.window", "plain memory",
-          [&] { step.combine_bwd_args().Call(); }});
+  Refuse(
+      {"nvte_ep_combine_bwd", "grad_expert_out_win.window", "plain memory", [&] { step.combine_bwd_args().Call(); }});
   PlacedStep<float>(step, kExchanged, true, 16).ForwardAndBackward();
   ++TheFigures().steps;
 }

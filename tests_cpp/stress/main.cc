@@ -1,4 +1,5 @@
-// Random use and misuse of the library, for as long as one likes: test_stress [--kinds KIND,...] [--seconds N] [--seed S]
+// Random use and misuse of the library, for as long as one likes: test_stress [--kinds KIND,...] [--seconds N] [--seed
+// S]
 // [--cycles N] [--steps N], under mpirun with any number of ranks, on the host runtime and on GPUs. The last line that
 // rank 0 prints holds the figures; a run that fails says the seed, kind and round on every rank that saw it.
 
@@ -68,9 +69,7 @@ void FailIfWrong() {
   if (testing::UnitTest::GetInstance()->ad_hoc_test_result().Failed()) Fail("a value differs");
 }
 
-double Now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double Now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 bool TimeIsLeft(double until) {
   int left = Now() < until ? 1 : 0;
@@ -186,8 +185,9 @@ int Run(int argc, char** argv) {
     } else if (value != nullptr && name == "--steps") {
       settings.steps = std::atoi(value);
     } else {
-      Fail("usage: test_stress [--kinds valid,invalid,cycles,steps | --kinds faults] [--seconds N] [--seed S] "
-           "[--cycles N] [--steps N]");
+      Fail(
+          "usage: test_stress [--kinds valid,invalid,cycles,steps | --kinds faults] [--seconds N] [--seed S] "
+          "[--cycles N] [--steps N]");
     }
   }
   std::stringstream list(kinds);

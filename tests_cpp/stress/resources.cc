@@ -1,5 +1,5 @@
-// What is left behind: groups made and ended again and again, and steps whose handle memory is fresh each time. Memory of
-// the process and of the device, file descriptors and threads have to be what they were after a warm-up.
+// What is left behind: groups made and ended again and again, and steps whose handle memory is fresh each time. Memory
+// of the process and of the device, file descriptors and threads have to be what they were after a warm-up.
 
 #include <malloc.h>
 #include <unistd.h>
@@ -87,10 +87,11 @@ void FillWhatIsHeldBack() {
 constexpr long kRssSlackKib = 2048;
 
 void Compare(const std::string& what, const Resources& before, const Resources& after) {
-  std::printf("stress: rank %d, %s: RSS %ld -> %ld KiB, device %ld -> %ld KiB, descriptors %ld -> %ld, threads %ld -> "
-              "%ld, objects %ld -> %ld\n",
-              World::Get().rank(), what.c_str(), before.rss_kib, after.rss_kib, before.device_kib, after.device_kib,
-              before.descriptors, after.descriptors, before.threads, after.threads, before.objects, after.objects);
+  std::printf(
+      "stress: rank %d, %s: RSS %ld -> %ld KiB, device %ld -> %ld KiB, descriptors %ld -> %ld, threads %ld -> "
+      "%ld, objects %ld -> %ld\n",
+      World::Get().rank(), what.c_str(), before.rss_kib, after.rss_kib, before.device_kib, after.device_kib,
+      before.descriptors, after.descriptors, before.threads, after.threads, before.objects, after.objects);
   std::fflush(stdout);
   Figures& figures = TheFigures();
   const auto leak = [&](const char* of, long from, long to) {
@@ -98,8 +99,8 @@ void Compare(const std::string& what, const Resources& before, const Resources& 
     ++figures.leaks;
   };
   if (!ReadHostStats()) {
-    // NCCL EP of 0.1.0 itself leaves a device communicator behind for every group, with host and device memory, and CUDA
-    // and NCCL start threads when they like. So these are only reported, and descriptors and threads bounded.
+    // NCCL EP of 0.1.0 itself leaves a device communicator behind for every group, with host and device memory, and
+    // CUDA and NCCL start threads when they like. So these are only reported, and descriptors and threads bounded.
     if (after.descriptors > before.descriptors + 64) leak("descriptors", before.descriptors, after.descriptors);
     if (after.threads > before.threads + 16) leak("threads", before.threads, after.threads);
     return;
@@ -167,7 +168,8 @@ void RunSteps() {
   shape.dtype = kNVTEBFloat16;
   // Every step's memory is new to its layer.
   shape.allow_handle_mem_reloc = 1;
-  // In TransformerEngine's ABI an address is a layer; few of them are kept, so that the warm-up sees the most there are.
+  // In TransformerEngine's ABI an address is a layer; few of them are kept, so that the warm-up sees the most there
+  // are.
   setenv("NVTE_EP_HANDLE_CACHE_SIZE", "32", /*overwrite=*/0);
   Group group(shape);
   std::vector<std::unique_ptr<Layer>> layers;
@@ -217,7 +219,8 @@ void RunSteps() {
   const double each = (Now() - start) / std::max(steps, 1);
   const Resources after = Resources::Now();
   if (before) {
-    Compare(std::to_string(steps) + " steps of " + std::to_string(static_cast<int>(each * 1e6)) + " us", *before, after);
+    Compare(std::to_string(steps) + " steps of " + std::to_string(static_cast<int>(each * 1e6)) + " us", *before,
+            after);
   }
 }
 

@@ -63,7 +63,8 @@ class Dice {
   std::mt19937_64 random_;
 };
 
-// A routing, and what the callers write into topk_idx for it: the same where nothing is masked, named again or no expert.
+// A routing, and what the callers write into topk_idx for it: the same where nothing is masked, named again or no
+// expert.
 struct Given {
   Routing routing;
   // As Routing::expert.

@@ -379,7 +379,8 @@ GroupShape DrawShape(Dice& dice) {
   shape.top_k = cheap ? dice.OneOf<int>({1, 2, 2, 4, 8, dice.Between(1, 12)}) : 2;
   shape.top_k = std::min(shape.top_k, shape.experts_per_rank * World::Get().size());
   shape.alignment = dice.OneOf<int>({1, 8, 64});
-  shape.dtype = cheap ? dice.OneOf<NVTEDType>({kNVTEFloat32, kNVTEBFloat16, kNVTEBFloat16, kNVTEFloat16}) : kNVTEBFloat16;
+  shape.dtype =
+      cheap ? dice.OneOf<NVTEDType>({kNVTEFloat32, kNVTEBFloat16, kNVTEBFloat16, kNVTEFloat16}) : kNVTEBFloat16;
   shape.allow_handle_mem_reloc = dice.Between(0, 1);
   // A receive capacity of 4 rows is the least that a group has.
   if (shape.max_tokens == 1) shape.alignment = 8;
@@ -453,8 +454,8 @@ void RunScaledRound(Dice& dice) {
       const Reference reference(routing, group.config().num_experts, layer.alignment());
       const std::size_t recv_rows = shape.eager ? reference.Total(World::Get().rank()) : 0;
       const NVTEDType dtype = dice.OneOf<NVTEDType>({kNVTEFloat8E4M3, kNVTEFloat8E5M2});
-      steps.push_back(std::make_unique<ScaledStep>(group, layer, routing, dice.Number() % 100000, shape.hidden,
-                                                   recv_rows, dtype));
+      steps.push_back(
+          std::make_unique<ScaledStep>(group, layer, routing, dice.Number() % 100000, shape.hidden, recv_rows, dtype));
     }
     for (auto& step : steps) step->step.Prepare();
     for (auto& step : steps) step->dispatch_args().Call();

@@ -26,8 +26,8 @@ std::vector<ConfigChange> AbiConfigChanges() {
   using Config = NVTEEpGroupConfig;
   std::vector<ConfigChange> changes;
   for (const int flag : {2, -1, 1 << 30}) {
-    changes.push_back({"zero_copy", "zero_copy = " + std::to_string(flag),
-                       [flag](Config& config) { config.zero_copy = flag; }});
+    changes.push_back(
+        {"zero_copy", "zero_copy = " + std::to_string(flag), [flag](Config& config) { config.zero_copy = flag; }});
     changes.push_back({"allow_handle_mem_reloc", "allow_handle_mem_reloc = " + std::to_string(flag),
                        [flag](Config& config) { config.allow_handle_mem_reloc = flag; }});
   }
