@@ -478,7 +478,8 @@ void SpoilHandle(Dice& dice, Victim& victim, int function, const Layer& layer, c
         // Only where layers have ids.
         if (layer.id() == 0) continue;
         victim.Changed("handle", "is of another layer, or of none");
-        victim.names += "|dispatch_output_per_expert_alignment";
+        // Of another layer's, prepare may first find that its alignment or its top_k is not the one.
+        if (function == 0) victim.names += "|dispatch_output_per_expert_alignment|topk_idx";
         const std::uint64_t id = dice.OneOf<std::uint64_t>({0, layer.id() + 100000, ~std::uint64_t{0}, other.id()});
         const NVTETensor mem = HandleMemory(victim.handle());
         victim.handle() = MakeHandle(id, mem);
