@@ -39,6 +39,7 @@ impl Behind {
                         let there = own.entry(*group).or_default();
                         *there = (*there).max(*last);
                     }
+                    shorten(own);
                 }
             }
         }
@@ -52,11 +53,17 @@ impl Behind {
     /// Puts an operation of a group before.
     pub fn put(&mut self, group: u64, operation: u64) {
         let own = Arc::make_mut(self.0.get_or_insert_default());
-        if own.len() > LONG {
-            let open = OPEN.lock();
-            own.retain(|group, _| open.1.contains(group));
-        }
+        shorten(own);
         own.insert(group, operation);
+    }
+}
+
+/// Drops closed groups from a record that is long. Without that the host's record, into which every wait merges a stream's,
+/// would hold every group that ever was, and each wait would copy it.
+fn shorten(record: &mut HashMap<u64, u64>) {
+    if record.len() > LONG {
+        let open = OPEN.lock();
+        record.retain(|group, _| open.1.contains(group));
     }
 }
 
@@ -120,5 +127,22 @@ mod tests {
             close(group);
         }
         assert_eq!(long.last(first), 0, "closed groups are forgotten");
+    }
+
+    #[test]
+    fn a_record_that_merges_for_ever_stays_short() {
+        let kept = open();
+        let mut host = Behind::default();
+        host.put(kept, 7);
+        for _ in 0..50 * LONG {
+            let group = open();
+            let mut stream = Behind::default();
+            stream.put(group, 1);
+            host.merge(&stream);
+            close(group);
+        }
+        assert!(host.0.as_ref().unwrap().len() <= LONG + 1, "closed groups are dropped");
+        assert_eq!(host.last(kept), 7, "an open one is not");
+        close(kept);
     }
 }

@@ -41,6 +41,9 @@ check "test_boundary" $limit "$bundle/test_boundary"
 check "test_tensor" $limit "$bundle/test_tensor"
 check "test_stub" env LD_LIBRARY_PATH="$bundle/stub:$LD_LIBRARY_PATH" "$bundle/test_stub"
 
+# A suite of its own, with its own report.
+check "L1_robustness" bash "$ROOT/qa/L1_robustness/test.sh" "$bundle"
+
 run() { $limit "$bundle/nvte-ep" run --runtime cuda "$@"; }
 for ranks in 2 4; do check "nvte-ep run, $ranks ranks" run --ranks "$ranks"; done
 

@@ -40,6 +40,13 @@ class Tensor {
     return tensor;
   }
 
+  // Takes over a tensor that the caller has made.
+  static Tensor Adopt(NVTETensor raw) {
+    Tensor tensor;
+    tensor.tensor_ = raw;
+    return tensor;
+  }
+
   Tensor(Tensor&& other) noexcept : tensor_(std::exchange(other.tensor_, nullptr)) {}
   Tensor& operator=(Tensor&& other) noexcept {
     std::swap(tensor_, other.tensor_);

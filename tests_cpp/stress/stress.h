@@ -1,0 +1,108 @@
+// What the parts of test_stress share: settings, figures, one source of chance, and the end of a run that failed.
+
+#ifndef NVTE_EP_TESTS_STRESS_STRESS_H_
+#define NVTE_EP_TESTS_STRESS_STRESS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "support/ep.h"
+#include "support/reference.h"
+
+namespace test {
+
+struct Settings {
+  std::uint64_t seed = 1;
+  // Of each of the kinds that go on for a time.
+  double seconds = 10;
+  int cycles = 200;
+  int steps = 20000;
+};
+
+struct Figures {
+  std::uint64_t steps = 0;
+  std::uint64_t tried = 0;
+  std::uint64_t raised = 0;
+  std::uint64_t accepted = 0;
+  std::uint64_t cycles = 0;
+  std::uint64_t light_steps = 0;
+  std::uint64_t leaks = 0;
+};
+
+Settings& TheSettings();
+Figures& TheFigures();
+
+// Where the run is, for the message of a failure.
+void Begin(const std::string& kind, std::uint64_t round);
+// Says where it is, how to come there again, and why it ends; then ends the program on all ranks.
+[[noreturn]] void Fail(const std::string& why);
+// Fails if any EXPECT_ did since the start.
+void FailIfWrong();
+// Whether the clock of rank 0 is before the end of the kind's time. Collective.
+bool TimeIsLeft(double until);
+double Now();
+
+// The same throws on every rank.
+class Dice {
+ public:
+  explicit Dice(std::uint64_t seed) : random_(seed) {}
+
+  int Between(int least, int most) { return least + static_cast<int>(random_() % (most - least + 1)); }
+  bool Percent(int chance) { return Between(0, 99) < chance; }
+  template <typename T>
+  const T& OneOf(const std::vector<T>& values) {
+    return values[random_() % values.size()];
+  }
+  std::uint64_t Number() { return random_(); }
+
+ private:
+  std::mt19937_64 random_;
+};
+
+// A routing, and what the callers write into topk_idx for it: the same where nothing is masked, named again or no
+// expert.
+struct Given {
+  Routing routing;
+  // As Routing::expert.
+  std::vector<std::vector<std::int64_t>> named;
+};
+Given DrawRouting(Dice& dice, const std::vector<int>& rows, int top_k, int experts, int local_experts);
+// Tokens of each rank: none anywhere, some, or all that a group takes.
+std::vector<int> DrawRows(Dice& dice, int least, int most);
+
+// A call that has to throw, and what its text may name.
+struct Refusal {
+  std::string function;
+  // Alternatives, with '|' between them.
+  std::string names;
+  std::string what;
+  std::function<void()> call;
+};
+// Makes the call and counts it; fails if it does not throw as Throws says.
+void Refuse(const Refusal& refusal);
+
+// What only one ABI can get wrong.
+Refusal DrawAbiRefusal(Dice& dice, const PrepareArgs& prepare, const DispatchArgs& dispatch, int experts);
+// The same for a group's configuration; every one is refused by itself.
+struct ConfigChange {
+  std::string names;
+  std::string what;
+  std::function<void(NVTEEpGroupConfig&)> change;
+};
+std::vector<ConfigChange> AbiConfigChanges();
+
+// The kinds.
+void RunValid();
+void RunInvalid();
+void RunCycles();
+void RunSteps();
+// Runs steps until a call raises, which NVTE_EP_HOST_FAULT sees to, and tells. Returns the exit status.
+int RunFaults();
+
+}  // namespace test
+
+#endif  // NVTE_EP_TESTS_STRESS_STRESS_H_
