@@ -28,6 +28,8 @@ pub struct Entry<H> {
     pub layer: LayerConfig,
     /// The last prepare; none before the first.
     pub prepared: Option<Prepared>,
+    /// The token count that the handle goes by: of its last prepare, captured or not. None where its first use tells.
+    pub tokens: Option<usize>,
 }
 
 /// What a look-up found.
@@ -67,12 +69,16 @@ impl<H> HandleCache<H> {
         }
     }
 
-    /// What is there for `key` over `memory` as a handle of `layer`.
+    /// What is there for `key` over `memory` as a handle of `layer`, for a call about `tokens` tokens, none if the call is a
+    /// prepare.
     ///
     /// # Errors
     /// The key's handle lies over other memory and the policy refuses that.
-    pub fn lookup(&self, key: HandleKey, memory: u64, layer: &LayerConfig) -> Result<Lookup> {
+    pub fn lookup(&self, key: HandleKey, memory: u64, layer: &LayerConfig, tokens: Option<usize>) -> Result<Lookup> {
+        let other = |entry: &Entry<H>| tokens.zip(entry.tokens).is_some_and(|(wanted, known)| wanted != known);
         match self.entries.peek(&key) {
+            // A graph prepared the memory, or a call after a graph.
+            Some(entry) if entry.memory == memory && other(entry) => Ok(Lookup::Missing),
             Some(entry) if entry.memory == memory && entry.layer == *layer => Ok(Lookup::Ready),
             Some(entry) if entry.memory == memory => Ok(Lookup::Missing),
             None => Ok(Lookup::Missing),
@@ -145,7 +151,8 @@ impl<H> HandleCache<H> {
         if prepared.is_some() {
             self.owners.insert(memory, key);
         }
-        self.entries.put(key, Entry { handle, memory, layer, prepared });
+        let tokens = prepared.map(|prepared| prepared.num_tokens);
+        self.entries.put(key, Entry { handle, memory, layer, prepared, tokens });
         gone.into_iter().map(|(_, entry)| entry.handle).collect()
     }
 
@@ -182,10 +189,10 @@ mod tests {
     #[test]
     fn created_once_then_found() {
         let mut cache = HandleCache::new(Relocation::Refuse, None);
-        assert_eq!(cache.lookup(KEY, 0x100, &layer(2)).unwrap(), Lookup::Missing);
+        assert_eq!(cache.lookup(KEY, 0x100, &layer(2), None).unwrap(), Lookup::Missing);
         assert!(cache.insert(KEY, 0x100, layer(2), None, "a").is_empty());
-        assert_eq!(cache.lookup(KEY, 0x100, &layer(2)).unwrap(), Lookup::Ready);
-        assert_eq!(cache.lookup(HandleKey::Registered(8), 0x100, &layer(2)).unwrap(), Lookup::Missing);
+        assert_eq!(cache.lookup(KEY, 0x100, &layer(2), None).unwrap(), Lookup::Ready);
+        assert_eq!(cache.lookup(HandleKey::Registered(8), 0x100, &layer(2), None).unwrap(), Lookup::Missing);
         assert_eq!(cache.into_handles().collect::<Vec<_>>(), ["a"]);
     }
 
@@ -193,16 +200,16 @@ mod tests {
     fn moved_memory_is_refused_or_rebuilt() {
         let mut cache = HandleCache::new(Relocation::Refuse, None);
         cache.insert(KEY, 0x100, layer(2), None, 1);
-        let text = cache.lookup(KEY, 0x200, &layer(2)).unwrap_err().to_string();
+        let text = cache.lookup(KEY, 0x200, &layer(2), None).unwrap_err().to_string();
         assert!(text.starts_with("handle.mem must be the memory of this layer's earlier calls, at 0x100, got 0x200"));
-        assert_eq!(cache.lookup(KEY, 0x100, &layer(2)).unwrap(), Lookup::Ready, "the refusal changes nothing");
+        assert_eq!(cache.lookup(KEY, 0x100, &layer(2), None).unwrap(), Lookup::Ready, "the refusal changes nothing");
 
         let mut cache = HandleCache::new(Relocation::Rebuild, None);
         cache.insert(KEY, 0x100, layer(2), None, 1);
-        assert_eq!(cache.lookup(KEY, 0x200, &layer(2)).unwrap(), Lookup::Moved);
+        assert_eq!(cache.lookup(KEY, 0x200, &layer(2), None).unwrap(), Lookup::Moved);
         let prepared = Some(Prepared { num_tokens: 5, index_dtype: DType::Int64, recv_total: None });
         assert_eq!(cache.insert(KEY, 0x200, layer(2), prepared, 2), [1], "the caller destroys the old handle");
-        assert_eq!(cache.lookup(KEY, 0x200, &layer(2)).unwrap(), Lookup::Ready);
+        assert_eq!(cache.lookup(KEY, 0x200, &layer(2), None).unwrap(), Lookup::Ready);
         assert_eq!(cache.prepared(KEY, 0x200), prepared);
         assert_eq!(cache.prepared(KEY, 0x100), None);
     }
@@ -235,6 +242,10 @@ mod tests {
         assert!(cache.is_captured(0x100) && !cache.is_captured(0x200));
         assert_eq!((cache.prepared(KEY, 0x100), cache.captured(KEY, 0x100)), (Some(eager), Some(captured)));
         assert_eq!(cache.captured(HandleKey::Registered(8), 0x100), None);
+        let entry = cache.get_mut(KEY).unwrap();
+        entry.tokens = Some(10);
+        let lookup = |tokens| cache.lookup(KEY, 0x100, &layer(2), tokens).unwrap();
+        assert_eq!([lookup(Some(20)), lookup(Some(10)), lookup(None)], [Lookup::Missing, Lookup::Ready, Lookup::Ready]);
     }
 
     #[test]
@@ -242,9 +253,9 @@ mod tests {
         let key = HandleKey::Address(0x100);
         let mut cache = HandleCache::new(Relocation::Rebuild, None);
         cache.insert(key, 0x100, layer(2), None, 1);
-        assert_eq!(cache.lookup(key, 0x100, &layer(4)).unwrap(), Lookup::Missing);
+        assert_eq!(cache.lookup(key, 0x100, &layer(4), None).unwrap(), Lookup::Missing);
         assert_eq!(cache.insert(key, 0x100, layer(4), None, 2), [1]);
-        assert_eq!(cache.lookup(key, 0x100, &layer(4)).unwrap(), Lookup::Ready);
+        assert_eq!(cache.lookup(key, 0x100, &layer(4), None).unwrap(), Lookup::Ready);
     }
 
     #[test]
@@ -255,7 +266,7 @@ mod tests {
         assert!(cache.insert(key(2), 2, layer(2), None, 2).is_empty());
         cache.get_mut(key(1)).unwrap();
         assert_eq!(cache.insert(key(3), 3, layer(2), None, 3), [2]);
-        assert_eq!(cache.lookup(key(2), 2, &layer(2)).unwrap(), Lookup::Missing);
-        assert_eq!(cache.lookup(key(1), 1, &layer(2)).unwrap(), Lookup::Ready);
+        assert_eq!(cache.lookup(key(2), 2, &layer(2), None).unwrap(), Lookup::Missing);
+        assert_eq!(cache.lookup(key(1), 1, &layer(2), None).unwrap(), Lookup::Ready);
     }
 }

@@ -260,6 +260,8 @@ TEST(Boundary, ThreadsThrowWithAGroup) {
 
 // In a process of its own: the environment is read at initialize.
 TEST(Boundary, UnknownRuntimeIsRefusedByName) {
+  // Started anew, not forked off: earlier tests have used a group.
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
   EXPECT_EXIT(
       {
         setenv("NVTE_EP_RUNTIME", "gpu", 1);

@@ -783,7 +783,7 @@ impl Backend {
             _ => {
                 if let (Some(layer), Some(_)) = (registered, known) {
                     // Refused by the group's policy, if so, before anything is read.
-                    self.handles.lookup(handle.key, memory, &layer.config)?;
+                    self.handles.lookup(handle.key, memory, &layer.config, None)?;
                 }
                 // SAFETY: passed on.
                 let stamp = unsafe { self.read_stamp(memory, stream) }?;
@@ -1012,6 +1012,7 @@ impl Backend {
         };
         // SAFETY: the caller vouches for the stream.
         unsafe { watch.queue(step, stream, state, queue) }?;
+        entry.tokens = Some(prepared.num_tokens);
         match state {
             StreamState::Working => entry.prepared = Some(prepared),
             StreamState::Capturing => self.handles.note_captured(handle.key, handle.mem.data, prepared),
@@ -1027,7 +1028,8 @@ impl Backend {
         layer: &Layer,
         replay: Option<Prepared>,
     ) -> Result<(&nccl_ep::Group, &mut Entry<nccl_ep::Handle>)> {
-        let lookup = self.handles.lookup(handle.key, handle.mem.data, &layer.config)?;
+        let tokens = replay.map(|prepared| prepared.num_tokens);
+        let lookup = self.handles.lookup(handle.key, handle.mem.data, &layer.config, tokens)?;
         if lookup != Lookup::Ready {
             let memory = handle.mem.bytes(STAMP_BYTES, layer.nccl_bytes);
             // SAFETY: the memory is the caller's, of the size that was checked, for as long as the handle is used.

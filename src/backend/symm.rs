@@ -175,7 +175,9 @@ impl Symm {
                 scales: None,
             };
             let unregistered = self.pool.check_unregistered(address, bytes);
-            unregistered.and_then(|()| residency.check(&self.base.cuda, &memory, bytes, Fit::OnDevice))
+            unregistered
+                .and_then(|()| residency.check(&self.base.cuda, &memory, bytes, Fit::OnDevice))
+                .and_then(|()| self.require_mappable(address))
         };
         // SAFETY: passed on.
         let agreed = unsafe { self.settle(meeting, what, ("bytes", bytes), fit.as_ref().err()) };
@@ -184,6 +186,15 @@ impl Symm {
         let handle = unsafe { self.register(meeting, what, address, bytes) }?;
         self.pool.add_registered(address, bytes, handle);
         Ok(Window { handle, offset: 0 })
+    }
+
+    /// Peers map memory by its handle, which memory of cudaMalloc does not have.
+    fn require_mappable(&self, address: u64) -> Result<()> {
+        if self.base.cuda.memory_at(address)?.is_none_or(|memory| !memory.whole) {
+            return Ok(());
+        }
+        let required = "must be device memory of ncclMemAlloc or of the driver's virtual memory";
+        Err(Error::argument("ptr", required, format!("{address:#x}, memory of cudaMalloc")))
     }
 
     /// Ends what [`Symm::window_register`] began; collective, and behind all queued work of all ranks, so that no peer

@@ -108,8 +108,9 @@ class SmLimits : public GroupConfigTest {
 };
 
 TEST_F(SmLimits, FromOneToAll) {
-  // Ranks that share a GPU keep to their part; and NCCL EP 0.1.0 hangs above 33 (docs/verified.md).
-  const int most = EveryShapeIsCheap() ? Sms() : (MaxSms() > 0 ? MaxSms() : 32);
+  // NCCL EP 0.1.0 has barriers for no more blocks of dispatch; ranks that share a GPU keep to their part.
+  constexpr int kBarriers = 34;
+  const int most = EveryShapeIsCheap() ? kBarriers : (MaxSms() > 0 ? MaxSms() : 32);
   for (const int sms : EveryShapeIsCheap() ? std::vector<int>{1, 2, 16, most} : std::vector<int>{2, most}) {
     SCOPED_TRACE(std::to_string(sms) + " multiprocessors");
     NVTEEpGroupConfig config = GroupShape().Config();
@@ -120,8 +121,9 @@ TEST_F(SmLimits, FromOneToAll) {
       Step<BFloat16>(group, layer, RandomRouting(EvenRows(rows), 2, Experts(group), 9660), 9660).ForwardAndBackward();
     }
   }
-  const std::string beyond = std::to_string(Sms() + 1);
-  Refuses([&](NVTEEpGroupConfig& config) { SetSmLimit(config, Sms() + 1); }, {kSmLimit, beyond});
+  for (const int beyond : {kBarriers + 1, Sms(), Sms() + 1}) {
+    Refuses([&](NVTEEpGroupConfig& config) { SetSmLimit(config, beyond); }, {kSmLimit, "got " + std::to_string(beyond)});
+  }
 }
 
 // More experts than 9 bits hold (on four ranks), and tokens for those beyond that number alone.
