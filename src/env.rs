@@ -75,12 +75,14 @@ const HANDLE_CACHE_SIZE: Variable = Variable {
 const TIMEOUT_MS: Variable = Variable {
     name: "NVTE_EP_TIMEOUT_MS",
     default: "600000",
-    meaning: "how long initialize waits for the other ranks, in milliseconds; 0 = for ever",
+    meaning: "how long initialize and calls about symmetric memory wait for the other ranks, and how long a step's call may \
+              take on the device before the group ends (docs/robustness.md), in milliseconds; 0 = for ever",
 };
 const SHUTDOWN_TIMEOUT_MS: Variable = Variable {
     name: "NVTE_EP_SHUTDOWN_TIMEOUT_MS",
     default: "30000",
-    meaning: "how long shutdown waits for queued work and for the other ranks, in milliseconds; 0 = for ever",
+    meaning: "how long shutdown waits for queued work and for the other ranks, and a process whose group has ended for its \
+              program to take notice, in milliseconds; 0 = for ever",
 };
 /// `NVTE_EP_LOG`, which `log` reads.
 pub(crate) const LOG: Variable =

@@ -216,15 +216,17 @@ fn lock(file: &File, command: libc::c_int, rank: usize) -> io::Result<bool> {
     }
 }
 
-/// What stands between a rank and another that waits for its call.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// What stands between a rank and another that waits for its call; first what explains most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Trouble {
-    /// It never can come.
-    Lost(String),
     /// It made another call.
-    Differs(String),
+    Differs,
+    /// It never can come.
+    Lost,
     /// It has not come yet.
-    Behind(String),
+    Behind,
+    /// It waits no longer, for another rank or for this one.
+    GaveUp,
 }
 
 /// Why a call waits.
@@ -311,28 +313,20 @@ impl Progress {
         };
         let seen = |rank: &usize| self.here[*rank] && shared.record(*rank)[STATE].load(Ordering::Acquire) != 0;
         let (here, elsewhere): (Vec<usize>, Vec<usize>) = (0..self.here.len()).partition(seen);
-        let troubles: Vec<Trouble> = here
-            .iter()
-            .filter(|rank| **rank != self.own)
-            .filter_map(|rank| self.trouble(shared, *rank, number, step))
-            .collect();
-        let hopeless = troubles.iter().any(|trouble| !matches!(trouble, Trouble::Behind(_)));
-        // What cannot be mended first.
-        let order = |trouble: &&Trouble| match trouble {
-            Trouble::Lost(_) => 0,
-            Trouble::Differs(_) => 1,
-            Trouble::Behind(_) => 2,
-        };
-        let mut sorted: Vec<&Trouble> = troubles.iter().collect();
-        sorted.sort_by_key(order);
-        const MOST: usize = 4;
-        let mut text = String::new();
-        for trouble in sorted.iter().take(MOST) {
-            let (Trouble::Lost(one) | Trouble::Differs(one) | Trouble::Behind(one)) = trouble;
-            let _ = write!(text, "{}{one}", if text.is_empty() { "" } else { "; " });
+        let others = here.iter().filter(|rank| **rank != self.own);
+        let mut troubles: Vec<(Trouble, String)> =
+            others.filter_map(|rank| self.trouble(shared, *rank, number, step)).collect();
+        let hopeless = troubles.iter().any(|(trouble, _)| *trouble != Trouble::Behind);
+        troubles.sort_by_key(|(trouble, _)| *trouble);
+        // Who gave up tells the same as who is here, where somebody here tells anything.
+        if troubles.first().is_some_and(|(trouble, _)| *trouble != Trouble::GaveUp) {
+            troubles.retain(|(trouble, _)| *trouble != Trouble::GaveUp);
         }
-        if sorted.len() > MOST {
-            let _ = write!(text, "; and {} more ranks", sorted.len() - MOST);
+        const MOST: usize = 4;
+        let told: Vec<&str> = troubles.iter().take(MOST).map(|(_, text)| text.as_str()).collect();
+        let mut text = told.join("; ");
+        if troubles.len() > MOST {
+            let _ = write!(text, "; and {} more ranks", troubles.len() - MOST);
         }
         if text.is_empty() {
             text.push_str(
@@ -359,41 +353,44 @@ impl Progress {
         Some(self.why()).filter(|reason| reason.hopeless).map(|reason| reason.text)
     }
 
-    fn trouble(&self, shared: &Shared, rank: usize, number: u64, step: Step) -> Option<Trouble> {
+    fn trouble(&self, shared: &Shared, rank: usize, number: u64, step: Step) -> Option<(Trouble, String)> {
         let record = shared.record(rank);
         let calls = record[CALLS].load(Ordering::Acquire);
         let ring = record[RING + number as usize % RING_WORDS].load(Ordering::Relaxed);
         let theirs = (ring >> 32 == number & u64::from(u32::MAX)).then(|| Step::unpack(ring as u32)).flatten();
         if let Some(theirs) = theirs.filter(|theirs| calls >= number && theirs.pack() != step.pack()) {
-            return Some(Trouble::Differs(format!(
-                "rank {rank} made another call as its number {number}, {theirs}: all ranks have to make the same calls in \
+            return Some((
+                Trouble::Differs,
+                format!(
+                    "rank {rank} made another call as its number {number}, {theirs}: all ranks have to make the same calls in \
                  the same order"
-            )));
+                ),
+            ));
         }
         let state = record[STATE].load(Ordering::Acquire);
         if state == State::GaveUp as u64 {
-            return Some(Trouble::Lost(format!("rank {rank} gave up: {}", shared.text(rank))));
+            return Some((Trouble::GaveUp, format!("rank {rank} gave up: {}", shared.text(rank))));
         }
         if calls >= number {
             // It may have finished, left and ended since.
             if state == State::Member as u64 && !shared.is_alive(rank) {
-                return Some(Trouble::Lost(format!("the process of rank {rank} has ended")));
+                return Some((Trouble::Lost, format!("the process of rank {rank} has ended")));
             }
             let inside = step.call.is_queued() && record[QUEUED].load(Ordering::Acquire) < number;
             let text = "has entered the call and not come out of it: it compiles kernels, or was stopped";
-            return inside.then(|| Trouble::Behind(format!("rank {rank} {text}")));
+            return inside.then(|| (Trouble::Behind, format!("rank {rank} {text}")));
         }
         if state == State::Left as u64 {
-            return Some(Trouble::Lost(format!("rank {rank} has left the group after {calls} calls")));
+            return Some((Trouble::Lost, format!("rank {rank} has left the group after {calls} calls")));
         }
         if !shared.is_alive(rank) {
-            return Some(Trouble::Lost(format!("the process of rank {rank} has ended, after {calls} calls")));
+            return Some((Trouble::Lost, format!("the process of rank {rank} has ended, after {calls} calls")));
         }
         let mut text = format!("rank {rank} has made {calls} calls");
         if record[REFUSED].load(Ordering::Relaxed) == calls + 1 {
             let _ = write!(text, ", and its next was refused: {}", shared.text(rank));
         }
-        Some(Trouble::Behind(text))
+        Some((Trouble::Behind, text))
     }
 }
 
@@ -469,16 +466,17 @@ mod tests {
 
         drop(ranks.pop());
         let text = ranks[1].hopeless().unwrap();
-        assert!(text.starts_with("the process of rank 2 has ended, after 0 calls; rank 0 made another call"), "{text}");
+        assert!(text.starts_with("rank 0 made another call"), "{text}");
+        assert!(text.ends_with("; the process of rank 2 has ended, after 0 calls"), "{text}");
 
         let ranks = group(3, 3);
         ranks[0].enter(STEP);
         ranks[1].leave();
         ranks[2].give_up("waited 5 ms");
-        assert_eq!(
-            ranks[0].hopeless().unwrap(),
-            "rank 1 has left the group after 0 calls; rank 2 gave up: waited 5 ms"
-        );
+        assert_eq!(ranks[0].hopeless().unwrap(), "rank 1 has left the group after 0 calls");
+        ranks[1].enter(STEP);
+        ranks[1].queued(1);
+        assert_eq!(ranks[0].hopeless().unwrap(), "rank 2 gave up: waited 5 ms");
     }
 
     #[test]
