@@ -277,6 +277,11 @@ void AwaitChild(pid_t child, const char* what) {
 // A child that ends as a program does, with exit handlers and destructors, while a step of the parent's is under way:
 // neither is harmed. A data loader's worker is one.
 int ForkedChildExits() {
+  if (!ReadHostStats()) {
+    std::printf(
+        "skipped: NCCL 2.30.7 aborts a forked child that runs exit handlers, in its own destructor of a thread\n");
+    return Leave();
+  }
   Group group(Shape());
   RunSteps(group);
   Layer layer(2, 1);
@@ -483,6 +488,8 @@ int MissingRank() {
   setenv("NVTE_EP_TIMEOUT_MS", "1500", 1);
   setenv("NVTE_EP_SHUTDOWN_TIMEOUT_MS", "30000", 1);
   auto* const group = new Group(Shape());
+  // Kernels are compiled and loaded before time counts: 30 calls.
+  RunSteps(*group);
   auto* const layer = new Layer(2, 1);
   auto* const step = new Step<BFloat16>(*group, *layer, SomeRouting(*group, 1), 1);
   const auto refused = [](const std::function<void()>& call, const std::vector<const char*>& texts) {
@@ -511,9 +518,9 @@ int MissingRank() {
   } else {
     step->Dispatch();
     std::this_thread::sleep_for(std::chrono::milliseconds(3000));
-    const std::string made = missing + " has made 1 calls, and its next was refused: nvte_ep_dispatch: tokens";
+    const std::string made = missing + " has made 31 calls, and its next was refused: nvte_ep_dispatch: tokens";
     refused([&] { step->Combine(); },
-            {"nvte_ep_combine: the group has ended: nvte_ep_dispatch", "call 2", made.c_str()});
+            {"nvte_ep_combine: the group has ended: nvte_ep_dispatch", "call 32", made.c_str()});
     refused([&] { step->Prepare(); }, {"the group has ended"});
     refused([] { nvte_ep_shutdown(); }, {"the group has ended", made.c_str()});
   }

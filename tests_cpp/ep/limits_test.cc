@@ -122,7 +122,8 @@ TEST_F(SmLimits, FromOneToAll) {
     }
   }
   for (const int beyond : {kBarriers + 1, Sms(), Sms() + 1}) {
-    Refuses([&](NVTEEpGroupConfig& config) { SetSmLimit(config, beyond); }, {kSmLimit, "got " + std::to_string(beyond)});
+    Refuses([&](NVTEEpGroupConfig& config) { SetSmLimit(config, beyond); },
+            {kSmLimit, "got " + std::to_string(beyond)});
   }
 }
 

@@ -190,8 +190,8 @@ TEST_F(MemoryErrors, PageableHostMemory) {
   }
 }
 
-// A place where a longer allocation was found fit before is not asked about again, and a GPU's driver gives freed addresses
-// out at once; the host runtime holds them back.
+// A place where a longer allocation was found fit before is not asked about again, and a GPU's driver gives freed
+// addresses out at once; the host runtime holds them back.
 constexpr char kAddressesComeBack[] = "the driver may place the allocation where a longer one was";
 
 TEST_F(MemoryErrors, AllocationsThatEndEarly) {
