@@ -284,7 +284,7 @@ pub extern "C-unwind" fn nvte_ep_ext_window_deregister(ptr: *mut c_void) {
 unsafe fn put_window(found: Window, window: *mut ncclWindow_t, offset: *mut u64) {
     if !window.is_null() {
         // SAFETY: not NULL, and the caller vouches for it.
-        unsafe { window.write(std::ptr::with_exposed_provenance_mut(found.handle)) };
+        unsafe { window.write(std::ptr::with_exposed_provenance_mut(found.handle())) };
     }
     if !offset.is_null() {
         // SAFETY: as above.

@@ -17,7 +17,7 @@ use crate::env::{Env, RuntimeKind};
 use crate::error::{Error, Result};
 use crate::handle_cache::{Entry, HandleCache, HandleKey, Lookup};
 use crate::memory::GroupMemory;
-use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Payloads, Prepare, Prepared};
+use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Payloads, Prepare, Prepared, scales_of};
 use crate::options::Options;
 use crate::preflight::{self, GroupVariables, Place};
 use crate::progress::{Call, Progress, Step};
@@ -340,7 +340,7 @@ impl EpGroup {
         })
     }
 
-    /// [`EpGroup::prepare`] and [`EpGroup::dispatch`], both checked before either is queued (in eager mode all but the
+    /// [`EpGroup::prepare`] and [`EpGroup::dispatch`] of `call`, both checked before either is queued (in eager mode all but the
     /// rows of the receive side, which the step itself tells).
     ///
     /// # Errors
@@ -353,7 +353,7 @@ impl EpGroup {
         handle: &HandleRef,
         claim: LayerClaim,
         prepare: &Prepare,
-        dispatch: &Dispatch,
+        call: &mut Dispatch,
         stream: Stream,
     ) -> Result<()> {
         self.watched(|backend, watch| {
@@ -362,37 +362,42 @@ impl EpGroup {
             let layer = backend.claimed_layer(handle, claim)?;
             let mut prepared = prepare.check(&backend.config, &layer.config)?;
             backend.check_prepare_memory(prepare)?;
-            let dispatch = backend.find_scales(*dispatch);
-            let mut call = dispatch.check(&backend.config, &layer.config, prepared)?;
-            backend.settle_memory(&mut call)?;
+            backend.find_scales(call);
+            let is_eager = backend.config.recv_capacity == RecvCapacity::Eager;
+            let given = is_eager.then_some(*call);
+            call.check(&backend.config, &layer.config, prepared)?;
+            backend.settle_memory(call)?;
             // SAFETY: passed on.
             unsafe { backend.prepare(watch, handle, &layer, prepare, prepared, (stream, state)) }?;
-            if backend.config.recv_capacity == RecvCapacity::Eager {
+            if let Some(given) = given {
                 // Only now is the total known that the receive side has to hold.
                 // SAFETY: passed on.
                 prepared = unsafe { backend.with_total(handle, prepared, (stream, state)) }?;
-                call = dispatch.check(&backend.config, &layer.config, prepared)?;
-                backend.settle_memory(&mut call)?;
+                *call = given;
+                call.check(&backend.config, &layer.config, prepared)?;
+                backend.settle_memory(call)?;
             }
             let step = call.step(&layer.config);
             let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
             // SAFETY: passed on.
-            let queue = || unsafe { group.dispatch(&entry.handle, &call, stream) };
+            let queue = || unsafe { group.dispatch(&entry.handle, call, stream) };
             // SAFETY: passed on.
             unsafe { watch.queue(step, stream, state, queue) }
         })
     }
 
-    /// One operation over a prepared layer: its rules, then its handle, then the call.
+    /// One operation over a prepared layer: its rules, then its handle, then the call. The checks leave `call` as NCCL EP gets
+    /// it: cut to the rows that count, and by address where no peer reaches.
     ///
     /// # Safety
     /// As [`EpGroup::prepare`].
     unsafe fn replay<C: Payloads>(
         &self,
         handle: &HandleRef,
+        call: &mut C,
         stream: Stream,
-        check: impl FnOnce(&Backend, &LayerConfig, Prepared) -> Result<C>,
-        run: impl FnOnce(&nccl_ep::Group, &nccl_ep::Handle, C) -> Result<()>,
+        check: impl FnOnce(&mut C, &GroupConfig, &LayerConfig, Prepared) -> Result<()>,
+        run: impl FnOnce(&nccl_ep::Group, &nccl_ep::Handle, &C) -> Result<()>,
     ) -> Result<()> {
         self.watched(|backend, watch| {
             // SAFETY: passed on.
@@ -403,8 +408,9 @@ impl EpGroup {
                 // SAFETY: passed on.
                 prepared = unsafe { backend.with_total(handle, prepared, (stream, state)) }?;
             }
-            let mut call = check(backend, &layer.config, prepared)?;
-            backend.settle_memory(&mut call)?;
+            backend.find_scales(call);
+            check(call, &backend.config, &layer.config, prepared)?;
+            backend.settle_memory(call)?;
             let step = call.step(&layer.config);
             let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
             // SAFETY: passed on.
@@ -419,13 +425,13 @@ impl EpGroup {
     ///
     /// # Safety
     /// As [`EpGroup::prepare`].
-    pub unsafe fn dispatch(&self, handle: &HandleRef, call: &Dispatch, stream: Stream) -> Result<()> {
-        let run = |group: &nccl_ep::Group, handle: &nccl_ep::Handle, call: Dispatch| {
+    pub unsafe fn dispatch(&self, handle: &HandleRef, call: &mut Dispatch, stream: Stream) -> Result<()> {
+        let run = |group: &nccl_ep::Group, handle: &nccl_ep::Handle, call: &Dispatch| {
             // SAFETY: the caller vouches for tensors and stream.
-            unsafe { group.dispatch(handle, &call, stream) }
+            unsafe { group.dispatch(handle, call, stream) }
         };
         // SAFETY: passed on.
-        unsafe { self.replay(handle, stream, |b, l, p| b.find_scales(*call).check(&b.config, l, p), run) }
+        unsafe { self.replay(handle, call, stream, Dispatch::check, run) }
     }
 
     /// Sums each token's rows back on its own rank; unweighted.
@@ -435,13 +441,13 @@ impl EpGroup {
     ///
     /// # Safety
     /// As [`EpGroup::prepare`].
-    pub unsafe fn combine(&self, handle: &HandleRef, call: &Combine, stream: Stream) -> Result<()> {
-        let run = |group: &nccl_ep::Group, handle: &nccl_ep::Handle, call: Combine| {
+    pub unsafe fn combine(&self, handle: &HandleRef, call: &mut Combine, stream: Stream) -> Result<()> {
+        let run = |group: &nccl_ep::Group, handle: &nccl_ep::Handle, call: &Combine| {
             // SAFETY: the caller vouches for tensors and stream.
-            unsafe { group.combine(handle, &call, stream) }
+            unsafe { group.combine(handle, call, stream) }
         };
         // SAFETY: passed on.
-        unsafe { self.replay(handle, stream, |b, _, p| call.check(&b.config, p), run) }
+        unsafe { self.replay(handle, call, stream, |c, g, _, p| c.check(g, p), run) }
     }
 
     /// Gradient of [`EpGroup::dispatch`].
@@ -451,13 +457,13 @@ impl EpGroup {
     ///
     /// # Safety
     /// As [`EpGroup::prepare`].
-    pub unsafe fn dispatch_bwd(&self, handle: &HandleRef, call: &DispatchBwd, stream: Stream) -> Result<()> {
-        let run = |group: &nccl_ep::Group, handle: &nccl_ep::Handle, call: DispatchBwd| {
+    pub unsafe fn dispatch_bwd(&self, handle: &HandleRef, call: &mut DispatchBwd, stream: Stream) -> Result<()> {
+        let run = |group: &nccl_ep::Group, handle: &nccl_ep::Handle, call: &DispatchBwd| {
             // SAFETY: the caller vouches for tensors and stream.
-            unsafe { group.dispatch_bwd(handle, &call, stream) }
+            unsafe { group.dispatch_bwd(handle, call, stream) }
         };
         // SAFETY: passed on.
-        unsafe { self.replay(handle, stream, |b, l, p| call.check(&b.config, l, p), run) }
+        unsafe { self.replay(handle, call, stream, DispatchBwd::check, run) }
     }
 
     /// Gradient of [`EpGroup::combine`].
@@ -467,13 +473,13 @@ impl EpGroup {
     ///
     /// # Safety
     /// As [`EpGroup::prepare`].
-    pub unsafe fn combine_bwd(&self, handle: &HandleRef, call: &CombineBwd, stream: Stream) -> Result<()> {
-        let run = |group: &nccl_ep::Group, handle: &nccl_ep::Handle, call: CombineBwd| {
+    pub unsafe fn combine_bwd(&self, handle: &HandleRef, call: &mut CombineBwd, stream: Stream) -> Result<()> {
+        let run = |group: &nccl_ep::Group, handle: &nccl_ep::Handle, call: &CombineBwd| {
             // SAFETY: the caller vouches for tensors and stream.
-            unsafe { group.combine_bwd(handle, &call, stream) }
+            unsafe { group.combine_bwd(handle, call, stream) }
         };
         // SAFETY: passed on.
-        unsafe { self.replay(handle, stream, |b, _, p| b.find_scales(*call).check(&b.config, p), run) }
+        unsafe { self.replay(handle, call, stream, |c, g, _, p| c.check(g, p), run) }
     }
 }
 
@@ -858,41 +864,52 @@ impl Backend {
 
     /// In the ABI whose windows have no place for scales, those of rows that lie in a window are looked up by their
     /// address.
-    fn find_scales<C: Payloads>(&self, mut call: C) -> C {
+    #[inline]
+    fn find_scales(&self, call: &mut impl Payloads) {
         for rows in call.payloads().into_iter().flatten() {
-            if let (Dialect::REGISTER_LAYER, Some(_), Some(scales)) =
-                (self.config.dialect, rows.window, &mut rows.scales)
-            {
+            let (Some(_), Some(scales)) = (rows.window, &mut rows.scales) else { continue };
+            if self.config.dialect == Dialect::REGISTER_LAYER {
                 scales.window = self.symm.place_of(scales.data).map(|place| place.window);
             }
         }
-        call
     }
 
     /// Checks where a call's tensors lie. Those that peers do not reach go by their addresses from here on: nothing is gained
     /// by a window there, and NCCL EP (0.1.0) does not look at all of them.
+    #[inline]
     fn settle_memory(&mut self, call: &mut impl Payloads) -> Result<()> {
         for (index, tensor) in call.payloads().into_iter().enumerate() {
-            let Some(tensor) = tensor else { continue };
-            let address = self.symm.check_window(tensor)?;
-            let scales = tensor.scale_tensor(crate::ops::scales_name(tensor));
-            let scales = match scales {
-                Some(scales) if scales.window.is_some() => self.symm.check_window(&scales)?,
-                Some(scales) => self.require_reachable(&scales).map(|()| None)?,
-                None => None,
-            };
-            if tensor.window.is_none() {
-                self.require_reachable(tensor)?;
+            match tensor {
+                Some(tensor) if tensor.window.is_some() || tensor.scales.is_some() => {
+                    self.settle(tensor, index == 0)?
+                }
+                Some(tensor) => self.require_reachable(tensor)?,
+                None => {}
             }
-            if index == 0 {
-                continue;
-            }
-            if let Some(address) = address {
-                (tensor.data, tensor.window) = (address, None);
-            }
-            if let (Some(address), Some(kept)) = (scales, &mut tensor.scales) {
-                (kept.data, kept.window) = (address, None);
-            }
+        }
+        Ok(())
+    }
+
+    /// Checks where a tensor with windows or scales lies.
+    #[inline(never)]
+    fn settle(&mut self, tensor: &mut TensorView, reached_by_peers: bool) -> Result<()> {
+        let address = self.symm.check_window(tensor)?;
+        let scales = match scales_of(tensor) {
+            Some(scales) if scales.window.is_some() => self.symm.check_window(&scales)?,
+            Some(scales) => self.require_reachable(&scales).map(|()| None)?,
+            None => None,
+        };
+        if tensor.window.is_none() {
+            self.require_reachable(tensor)?;
+        }
+        if reached_by_peers {
+            return Ok(());
+        }
+        if let Some(address) = address {
+            (tensor.data, tensor.window) = (address, None);
+        }
+        if let (Some(address), Some(kept)) = (scales, &mut tensor.scales) {
+            (kept.data, kept.window) = (address, None);
         }
         Ok(())
     }
@@ -1000,9 +1017,9 @@ impl Backend {
             // SAFETY: the handle memory starts with room for the stamp and its counters.
             unsafe { cuda.zero(memory, COUNTERS_END, stream) }?;
             // SAFETY: the caller vouches for tensors and stream; the handle memory ends with room for the copy.
-            let topk_idx = unsafe { self.index_copier.copy(&call.topk_idx, copied, not_experts, experts, stream) }?;
+            unsafe { self.index_copier.copy(&call.topk_idx, copied, not_experts, experts, stream) }?;
             // SAFETY: as above.
-            unsafe { self.group.update(&entry.handle, &Prepare { topk_idx, ..*call }, &total, stream) }?;
+            unsafe { self.group.update(&entry.handle, (call, copied), &total, stream) }?;
             if let Some(wanted) = &call.total {
                 // SAFETY: the caller vouches for its total, which has the dtype of ours.
                 unsafe { cuda.copy(wanted.data, total.data, wanted.dtype.bytes(1), stream) }?;
@@ -1098,8 +1115,8 @@ impl Backend {
 
 /// The total in the stamp of a handle memory, in the data type of the counts that prepare writes.
 fn total_of(mem: &TensorView, call: &Prepare) -> TensorView {
-    let dtype = call.total.or(call.token_counts).map_or(DType::Int64, |counts| counts.dtype);
-    let shape = Shape::new(&[1]).expect("one dimension");
+    let dtype = call.total.as_ref().or(call.token_counts.as_ref()).map_or(DType::Int64, |counts| counts.dtype);
+    let shape = Shape::vector(1);
     let data = mem.data + TOTAL_OFFSET as u64;
     TensorView { name: "total", dtype, shape, data, window: None, scales: None }
 }

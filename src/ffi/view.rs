@@ -185,7 +185,7 @@ mod tests {
         let mut one = tensor(&[3, 512], 2);
         one.0.scaling_mode = 1;
         one.0.scale_inv = tensor(&[3, 16], 2).0.data;
-        let window = Window { handle: 7, offset: 64 };
+        let window = Window::new(7, 64).unwrap();
         let windows = Windows { data: None, scales: Some(window) };
         let scales = required(&one, "tokens", raw(1), windows).unwrap().scales.unwrap();
         assert_eq!((scales.shape.sizes(), scales.window), (&[3, 16][..], Some(window)));

@@ -149,7 +149,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch(
 ) {
     guard("nvte_ep_dispatch", || {
         let group = core::current_group()?;
-        let call = Dispatch {
+        let mut call = Dispatch {
             topk_idx: optional(&OwnTensors, "topk_idx", topk_idx, Windows::default())?,
             tokens: required(&OwnTensors, "tokens", tokens, tokens_win.parse())?,
             topk_weights: optional(&OwnTensors, "topk_weights", topk_weights, topk_weights_win.parse())?,
@@ -162,7 +162,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch(
             )?,
         };
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.dispatch(&handle.parse(&OwnTensors)?, &call, Stream::from_raw(stream)) }
+        unsafe { group.dispatch(&handle.parse(&OwnTensors)?, &mut call, Stream::from_raw(stream)) }
     });
 }
 
@@ -189,12 +189,12 @@ pub unsafe extern "C-unwind" fn nvte_ep_combine(
 ) {
     guard("nvte_ep_combine", || {
         let group = core::current_group()?;
-        let call = Combine {
+        let mut call = Combine {
             expert_out: required(&OwnTensors, "expert_out", expert_out, expert_out_win.parse())?,
             result: required(&OwnTensors, "result", result, Windows::default())?,
         };
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.combine(&handle.parse(&OwnTensors)?, &call, Stream::from_raw(stream)) }
+        unsafe { group.combine(&handle.parse(&OwnTensors)?, &mut call, Stream::from_raw(stream)) }
     });
 }
 
@@ -223,7 +223,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch_bwd(
 ) {
     guard("nvte_ep_dispatch_bwd", || {
         let group = core::current_group()?;
-        let call = DispatchBwd {
+        let mut call = DispatchBwd {
             grad: required(&OwnTensors, "grad", grad, grad_win.parse())?,
             g_recv_topk_weights: optional(
                 &OwnTensors,
@@ -235,7 +235,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch_bwd(
             grad_topk_weights: optional(&OwnTensors, "grad_topk_weights", grad_topk_weights, Windows::default())?,
         };
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.dispatch_bwd(&handle.parse(&OwnTensors)?, &call, Stream::from_raw(stream)) }
+        unsafe { group.dispatch_bwd(&handle.parse(&OwnTensors)?, &mut call, Stream::from_raw(stream)) }
     });
 }
 
@@ -258,11 +258,11 @@ pub unsafe extern "C-unwind" fn nvte_ep_combine_bwd(
 ) {
     guard("nvte_ep_combine_bwd", || {
         let group = core::current_group()?;
-        let call = CombineBwd {
+        let mut call = CombineBwd {
             grad: required(&OwnTensors, "grad", grad, grad_win.parse())?,
             grad_expert_out: required(&OwnTensors, "grad_expert_out", grad_expert_out, grad_expert_out_win.parse())?,
         };
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.combine_bwd(&handle.parse(&OwnTensors)?, &call, Stream::from_raw(stream)) }
+        unsafe { group.combine_bwd(&handle.parse(&OwnTensors)?, &mut call, Stream::from_raw(stream)) }
     });
 }

@@ -170,7 +170,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch(
 ) {
     guard("nvte_ep_dispatch", || {
         let group = core::current_group()?;
-        let call = dispatch_of(
+        let mut call = dispatch_of(
             topk_idx,
             (tokens, tokens_win),
             (topk_weights, topk_weights_win),
@@ -178,7 +178,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch(
             (recv_topk_weights, recv_topk_weights_win),
         )?;
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.dispatch(&parse_handle(&Tensors, handle_mem)?, &call, Stream::from_raw(stream)) }
+        unsafe { group.dispatch(&parse_handle(&Tensors, handle_mem)?, &mut call, Stream::from_raw(stream)) }
     });
 }
 
@@ -208,7 +208,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_prepare_and_dispatch(
         // SAFETY: the caller vouches for the configuration.
         let claim = LayerClaim::Given(unsafe { layer_of(layer_cfg) }?);
         let prepare = prepare_of(topk_idx, recv_tokens_per_expert, total_recv_tokens_per_rank)?;
-        let dispatch = dispatch_of(
+        let mut dispatch = dispatch_of(
             topk_idx,
             (tokens, tokens_win),
             (topk_weights, topk_weights_win),
@@ -217,7 +217,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_prepare_and_dispatch(
         )?;
         let handle = parse_handle(&Tensors, handle_mem)?;
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.prepare_and_dispatch(&handle, claim, &prepare, &dispatch, Stream::from_raw(stream)) }
+        unsafe { group.prepare_and_dispatch(&handle, claim, &prepare, &mut dispatch, Stream::from_raw(stream)) }
     });
 }
 
@@ -244,12 +244,12 @@ pub unsafe extern "C-unwind" fn nvte_ep_combine(
 ) {
     guard("nvte_ep_combine", || {
         let group = core::current_group()?;
-        let call = Combine {
+        let mut call = Combine {
             expert_out: required(&Tensors, "expert_out", expert_out, expert_out_win.parse())?,
             result: required(&Tensors, "result", result, Windows::default())?,
         };
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.combine(&parse_handle(&Tensors, handle_mem)?, &call, Stream::from_raw(stream)) }
+        unsafe { group.combine(&parse_handle(&Tensors, handle_mem)?, &mut call, Stream::from_raw(stream)) }
     });
 }
 
@@ -279,14 +279,14 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch_bwd(
     guard("nvte_ep_dispatch_bwd", || {
         let group = core::current_group()?;
         let weights_win = g_recv_topk_weights_win.parse();
-        let call = DispatchBwd {
+        let mut call = DispatchBwd {
             grad: required(&Tensors, "grad", grad, grad_win.parse())?,
             g_recv_topk_weights: optional(&Tensors, "g_recv_topk_weights", g_recv_topk_weights, weights_win)?,
             grad_tokens: required(&Tensors, "grad_tokens", grad_tokens, Windows::default())?,
             grad_topk_weights: optional(&Tensors, "grad_topk_weights", grad_topk_weights, Windows::default())?,
         };
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.dispatch_bwd(&parse_handle(&Tensors, handle_mem)?, &call, Stream::from_raw(stream)) }
+        unsafe { group.dispatch_bwd(&parse_handle(&Tensors, handle_mem)?, &mut call, Stream::from_raw(stream)) }
     });
 }
 
@@ -309,11 +309,11 @@ pub unsafe extern "C-unwind" fn nvte_ep_combine_bwd(
 ) {
     guard("nvte_ep_combine_bwd", || {
         let group = core::current_group()?;
-        let call = CombineBwd {
+        let mut call = CombineBwd {
             grad: required(&Tensors, "grad", grad, grad_win.parse())?,
             grad_expert_out: required(&Tensors, "grad_expert_out", grad_expert_out, grad_expert_out_win.parse())?,
         };
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.combine_bwd(&parse_handle(&Tensors, handle_mem)?, &call, Stream::from_raw(stream)) }
+        unsafe { group.combine_bwd(&parse_handle(&Tensors, handle_mem)?, &mut call, Stream::from_raw(stream)) }
     });
 }
