@@ -143,7 +143,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_ext_recv_totals(
 ) {
     guard("nvte_ep_ext_recv_totals", || {
         let group = core::current_group()?;
-        let mem = required(&Tensors, "handle_mem", handle_mem, Windows::default())?;
+        let mem = required(&Tensors::open(), "handle_mem", handle_mem, Windows::default())?;
         // SAFETY: the caller vouches for memory and stream.
         let found = unsafe { group.recv_totals(&mem, Stream::from_raw(stream)) }?;
         // SAFETY: the caller vouches for the structure.

@@ -36,7 +36,8 @@ pub struct TensorParts<'a> {
     pub scaling_mode: NVTEScalingMode,
 }
 
-/// Whoever made the tensors that callers pass.
+/// Whoever made the tensors that callers pass, opened for the reads of one call. It may hold a lock of that library:
+/// nothing else is called before it is dropped.
 pub trait TensorReader {
     /// What `look` makes of the parts of `tensor`; none for the null tensor.
     ///
@@ -58,15 +59,17 @@ pub struct Windows {
 ///
 /// # Errors
 /// A null, stale or malformed tensor.
+#[inline]
 pub fn required(
     reader: &impl TensorReader,
     name: &'static str,
     tensor: NVTETensor,
     windows: Windows,
 ) -> Result<TensorView> {
-    match reader.read(tensor, |parts| view(name, parts, windows)).map_err(|error| for_argument(name, &error))? {
-        Some(view) => view,
-        None => Err(Error::argument(name, "must be a tensor", "a null tensor")),
+    match reader.read(tensor, |parts| view(name, parts, windows)) {
+        Ok(Some(view)) => view,
+        Ok(None) => Err(null(name)),
+        Err(error) => Err(for_argument(name, error)),
     }
 }
 
@@ -74,6 +77,7 @@ pub fn required(
 ///
 /// # Errors
 /// A stale or malformed tensor.
+#[inline]
 pub fn optional(
     reader: &impl TensorReader,
     name: &'static str,
@@ -81,54 +85,79 @@ pub fn optional(
     windows: Windows,
 ) -> Result<Option<TensorView>> {
     let look = |parts: &TensorParts<'_>| match is_blank(&parts.data) && windows.data.is_none() {
-        true => Ok(None),
-        false => view(name, parts, windows).map(Some),
+        true => None,
+        false => Some(view(name, parts, windows)),
     };
-    reader.read(tensor, look).map_err(|error| for_argument(name, &error))?.unwrap_or(Ok(None))
+    match reader.read(tensor, look) {
+        Ok(Some(Some(Ok(view)))) => Ok(Some(view)),
+        Ok(Some(Some(Err(error)))) => Err(error),
+        Ok(Some(None) | None) => Ok(None),
+        Err(error) => Err(for_argument(name, error)),
+    }
 }
 
-fn for_argument(name: &str, error: &Error) -> Error {
+#[cold]
+fn null(name: &str) -> Error {
+    Error::argument(name, "must be a tensor", "a null tensor")
+}
+
+#[cold]
+fn for_argument(name: &str, error: Error) -> Error {
     match error {
-        Error::Argument { required, found, .. } => Error::argument(name, required.clone(), found),
-        other => other.clone(),
+        Error::Argument { required, found, .. } => Error::argument(name, required, found),
+        other => other,
     }
 }
 
 /// What a tensor is that was created and never set: no data, one dimension of size 0.
+#[inline]
 fn is_blank(data: &ArrayRef<'_>) -> bool {
     data.data == 0 && data.shape.ndim <= 1 && data.shape.data[0] == 0
 }
 
+#[inline]
 fn view(name: &'static str, parts: &TensorParts<'_>, windows: Windows) -> Result<TensorView> {
-    let (dtype, shape, data) = array(name, "", &parts.data)?;
+    let Some((dtype, shape)) = array(&parts.data) else { return Err(malformed(name, "", &parts.data)) };
     let scales = match parts.scaling_mode {
         NVTE_DELAYED_TENSOR_SCALING => None,
-        NVTE_MXFP8_1D_SCALING => {
-            let (dtype, shape, data) = array(name, " rowwise_scale_inv", &parts.scale_inv)?;
-            Some(Scales { dtype, shape, data, window: windows.scales })
-        }
-        other => {
-            let required = "must be unscaled or MXFP8 (NVTE_DELAYED_TENSOR_SCALING or NVTE_MXFP8_1D_SCALING)";
-            return Err(Error::argument(name, required, format!("scaling mode {other}")));
-        }
+        _ => Some(scales(name, parts, windows)?),
     };
-    Ok(TensorView { name, dtype, shape, data, window: windows.data, scales })
+    Ok(TensorView { name, dtype, shape, data: parts.data.data, window: windows.data, scales })
 }
 
-fn array(name: &str, part: &str, array: &ArrayRef<'_>) -> Result<(DType, Shape, u64)> {
-    let ArrayRef { data, dtype, shape } = *array;
-    let refuse = |required: String, found: String| Error::argument(format!("{name}{part}"), required, found);
-    let dtype = DType::from_nvte(dtype)
-        .ok_or_else(|| refuse("must have an NVTEDType as its dtype".into(), dtype.to_string()))?;
-    let sizes = shape
-        .data
-        .get(..shape.ndim)
-        .and_then(Shape::new)
-        .ok_or_else(|| refuse(format!("must have at most {MAX_DIMS} dimensions"), shape.ndim.to_string()))?;
-    if sizes.numel().and_then(|numel| numel.checked_mul(dtype.bits())).is_none() {
-        return Err(refuse("must have a size that fits memory".into(), format!("{sizes:?}")));
+/// The scales of a tensor that is not unscaled.
+#[inline(never)]
+fn scales(name: &str, parts: &TensorParts<'_>, windows: Windows) -> Result<Scales> {
+    if parts.scaling_mode != NVTE_MXFP8_1D_SCALING {
+        let required = "must be unscaled or MXFP8 (NVTE_DELAYED_TENSOR_SCALING or NVTE_MXFP8_1D_SCALING)";
+        return Err(Error::argument(name, required, format!("scaling mode {}", parts.scaling_mode)));
     }
-    Ok((dtype, sizes, data))
+    let array = &parts.scale_inv;
+    let Some((dtype, shape)) = self::array(array) else { return Err(malformed(name, " rowwise_scale_inv", array)) };
+    Ok(Scales { dtype, shape, data: array.data, window: windows.scales })
+}
+
+/// Type and shape of a well-formed array.
+#[inline]
+fn array(array: &ArrayRef<'_>) -> Option<(DType, Shape)> {
+    let dtype = DType::from_nvte(array.dtype)?;
+    let shape = Shape::new(array.shape.data.get(..array.shape.ndim)?)?;
+    shape.numel()?.checked_mul(dtype.bits())?;
+    Some((dtype, shape))
+}
+
+/// What is wrong with an array that [`array`] does not take.
+#[cold]
+fn malformed(name: &str, part: &str, array: &ArrayRef<'_>) -> Error {
+    let ArrayRef { dtype, shape, .. } = *array;
+    let refuse = |required: String, found: String| Error::argument(format!("{name}{part}"), required, found);
+    if DType::from_nvte(dtype).is_none() {
+        return refuse("must have an NVTEDType as its dtype".into(), dtype.to_string());
+    }
+    match shape.data.get(..shape.ndim).and_then(Shape::new) {
+        None => refuse(format!("must have at most {MAX_DIMS} dimensions"), shape.ndim.to_string()),
+        Some(sizes) => refuse("must have a size that fits memory".into(), format!("{sizes:?}")),
+    }
 }
 
 #[cfg(test)]

@@ -23,8 +23,19 @@ fn_table! {
 }
 
 /// Reads tensors through the accessors found in the process.
-#[derive(Debug, Clone, Copy)]
-pub struct ForeignTensors;
+#[derive(Debug)]
+pub struct ForeignTensors(());
+
+impl ForeignTensors {
+    /// For the reads of one call; holds nothing.
+    #[must_use]
+    pub const fn open() -> Self {
+        Self(())
+    }
+
+    /// The reads are over.
+    pub const fn close(self) {}
+}
 
 /// The accessors in the process's global scope, or of a TransformerEngine library loaded out of it.
 fn accessors() -> Result<&'static TensorAccessors> {
