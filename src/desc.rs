@@ -88,7 +88,7 @@ impl Descriptor {
 
     /// The same tensor as int64 at the address `data`.
     #[inline]
-    pub(crate) fn as_int64_at(mut self, data: u64) -> Self {
+    pub(crate) fn with_int64_at(mut self, data: u64) -> Self {
         (self.raw.datatype, self.raw.win_hdl, self.raw.win_offset) = (b::ncclInt64, std::ptr::null_mut(), 0);
         self.raw.data = std::ptr::with_exposed_provenance_mut(data as usize);
         self

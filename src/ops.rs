@@ -359,9 +359,7 @@ const MXFP8_BLOCK: usize = 32;
 /// A tensor's scales as a tensor of their own, under their argument's name.
 #[inline]
 pub(crate) fn scales_of(tensor: &TensorView) -> Option<TensorView> {
-    if tensor.scales.is_none() {
-        return None;
-    }
+    tensor.scales.as_ref()?;
     tensor.scale_tensor(match tensor.name {
         "tokens" => "tokens.rowwise_scale_inv",
         "recv_tokens" => "recv_tokens.rowwise_scale_inv",

@@ -29,23 +29,52 @@ use crate::sys::{self, Base, NcclEpLibrary};
 use crate::tensor::{Shape, TensorView, Window};
 use agreement::{Kind, Meeting, Statement};
 use nvte_ep_bindings as b;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 use residency::{Fit, Residency};
 use rustc_hash::FxHashMap;
-use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use symm::Symm;
 use topk_idx::IndexCopier;
-use watch::{Watch, Watched};
+use watch::Watch;
 
-type Slot = Arc<Mutex<Option<Backend>>>;
+/// The place of one device's group. Slots are made at the first initialize of a device and never removed, so a call finds
+/// its own without a lock.
+struct Slot {
+    device: i32,
+    group: Mutex<Option<Live>>,
+    next: OnceLock<Box<Slot>>,
+}
 
-/// Slots are made at the first initialize of a device and never removed. Nothing is torn down at process exit: the
-/// libraries below may be gone by then.
-static REGISTRY: Mutex<BTreeMap<i32, Slot>> = Mutex::new(BTreeMap::new());
+/// A group and the watch over its calls.
+struct Live {
+    watch: Watch,
+    backend: Backend,
+}
+
+/// Nothing is torn down at process exit: the libraries below may be gone by then.
+static FIRST_SLOT: OnceLock<Box<Slot>> = OnceLock::new();
+
+impl Slot {
+    fn all() -> impl Iterator<Item = &'static Self> {
+        std::iter::successors(FIRST_SLOT.get(), |slot| slot.next.get()).map(Box::as_ref)
+    }
+
+    /// The slot of `device`, made if there is none.
+    fn of(device: i32) -> &'static Self {
+        let mut place = &FIRST_SLOT;
+        loop {
+            let new = || Box::new(Self { device, group: Mutex::new(None), next: OnceLock::new() });
+            let slot = place.get_or_init(new);
+            if slot.device == device {
+                return slot;
+            }
+            place = &slot.next;
+        }
+    }
+}
 
 /// A layer's routing: which it is, and the memory that holds it.
 #[derive(Debug, Clone, Copy)]
@@ -101,7 +130,6 @@ struct Backend {
     handles: HandleCache<nccl_ep::Handle>,
     /// Tells this group's stamps from those of another time.
     epoch: u64,
-    watch: Watch,
     residency: Residency,
     /// The stream of the last call, which is one of the group's device.
     stream: Option<Stream>,
@@ -199,13 +227,12 @@ pub unsafe fn initialize(comm: Communicator, request: GroupRequest, options: &Op
     let comm_facts = unsafe { base.nccl.comm_facts(comm.as_raw()) }?;
     preflight::communicator(&comm_facts, config.ep_size, device)?;
     // Held over the whole creation: a second initialize, or a shutdown, of this device waits for its outcome.
-    let slot = REGISTRY.lock().entry(device).or_default().clone();
-    let mut backend = slot.lock();
-    if backend.is_some() {
+    let mut group = Slot::of(device).group.lock();
+    if group.is_some() {
         return Err(Error::AlreadyInitialized { device });
     }
     // SAFETY: as above, and the communicator's device is current.
-    *backend = Some(unsafe { Backend::create(base, env, device, comm, comm_facts, config, options) }?);
+    *group = Some(unsafe { Backend::create(base, env, device, comm, comm_facts, config, options) }?);
     fork::mark_parent();
     tracing::info!(target: "nvte_ep", device, ?config, rank = comm_facts.rank, "EP group created");
     Ok(())
@@ -217,31 +244,33 @@ pub unsafe fn initialize(comm: Communicator, request: GroupRequest, options: &Op
 /// [`Error::NotInitialized`].
 pub fn current_group() -> Result<EpGroup> {
     fork::require_parent()?;
-    let registry = REGISTRY.lock();
     // Without any slot there was no initialize, and perhaps there is no CUDA either.
-    let Some(base) = (!registry.is_empty()).then(sys::loaded_base).flatten() else {
+    let Some(base) = FIRST_SLOT.get().and_then(|_| sys::loaded_base()) else {
         return Err(Error::NotInitialized { device: None, initialized: Vec::new() });
     };
     let device = base.cuda.current_device()?;
-    match registry.get(&device) {
-        Some(slot) => Ok(EpGroup { device, slot: slot.clone() }),
-        None => {
-            // A slot that is locked is at work, so it has a group.
-            let initialized = |slot: &Slot| slot.try_lock().is_none_or(|backend| backend.is_some());
-            let initialized =
-                registry.iter().filter(|(_, slot)| initialized(slot)).map(|(device, _)| *device).collect();
-            Err(Error::NotInitialized { device: Some(device), initialized })
-        }
+    match Slot::all().find(|slot| slot.device == device) {
+        Some(slot) => Ok(EpGroup(slot)),
+        None => Err(no_group_on(device)),
     }
+}
+
+#[cold]
+fn no_group_on(device: i32) -> Error {
+    // A slot that is locked is at work, so it has a group.
+    let has_group = |slot: &&Slot| slot.group.try_lock().is_none_or(|group| group.is_some());
+    let mut initialized: Vec<i32> = Slot::all().filter(has_group).map(|slot| slot.device).collect();
+    initialized.sort_unstable();
+    Error::NotInitialized { device: Some(device), initialized }
 }
 
 /// Tells the ranks that wait for this one that its call `name` failed with `error`, if the current device has a group.
 pub(crate) fn tell_failure(name: &str, error: &Error) {
     let Ok(group) = current_group() else { return };
     // A slot at work has another thread's call in it.
-    let Some(mut slot) = group.slot.try_lock() else { return };
-    if let Some(backend) = slot.as_mut() {
-        backend.watch.share().failed(name, error);
+    let Some(group) = group.0.group.try_lock() else { return };
+    if let Some(live) = group.as_ref() {
+        live.watch.failed(name, error);
     }
 }
 
@@ -254,11 +283,11 @@ pub fn shutdown() -> Result<()> {
     if fork::is_child() {
         return Ok(());
     }
-    let slots: Vec<(i32, Slot)> = REGISTRY.lock().iter().map(|(device, slot)| (*device, slot.clone())).collect();
+    let slots: Vec<&Slot> = Slot::all().collect();
     // The lock is kept until all is destroyed: who comes next finds the device free, not half torn down.
-    let end = |(device, slot): &(i32, Slot)| {
-        let mut backend = slot.lock();
-        backend.take().map_or(Vec::new(), |backend| backend.destroy(*device))
+    let end = |slot: &Slot| {
+        let mut group = slot.group.lock();
+        group.take().map_or(Vec::new(), |live| live.destroy(slot.device))
     };
     let failures: Vec<String> = match slots.as_slice() {
         [one] => end(one),
@@ -280,27 +309,22 @@ pub fn shutdown() -> Result<()> {
 }
 
 /// Access to the EP group of one device.
-pub struct EpGroup {
-    device: i32,
-    slot: Slot,
-}
+pub struct EpGroup(&'static Slot);
 
 impl EpGroup {
-    fn lock(&self) -> Result<Locked<'_>> {
-        let guard = self.slot.lock();
-        if guard.is_some() {
-            return Ok(Locked(guard));
-        }
-        Err(Error::NotInitialized { device: Some(self.device), initialized: Vec::new() })
+    #[inline]
+    fn lock(&self) -> Result<MappedMutexGuard<'static, Live>> {
+        MutexGuard::try_map(self.0.group.lock(), Option::as_mut)
+            .map_err(|_| Error::NotInitialized { device: Some(self.0.device), initialized: Vec::new() })
     }
 
     /// A collective call: refused where the group is at its end.
-    fn watched<T>(&self, body: impl FnOnce(&mut Backend, &Watched) -> Result<T>) -> Result<T> {
+    #[inline]
+    fn watched<T>(&self, body: impl FnOnce(&mut Backend, &mut Watch) -> Result<T>) -> Result<T> {
         let mut locked = self.lock()?;
-        let backend = locked.backend();
-        let watch = backend.watch.share();
+        let Live { watch, backend } = &mut *locked;
         watch.require_alive()?;
-        body(backend, &watch).map_err(|error| backend.explain(error))
+        body(backend, watch).map_err(|error| backend.explain(error))
     }
 
     /// Registers a layer; host only. Returns its id, never 0 and never given out twice, and the bytes of handle memory
@@ -309,7 +333,7 @@ impl EpGroup {
     /// # Errors
     /// A layer that does not fit the group, or more layers than `NVTE_EP_HANDLE_CACHE_SIZE`.
     pub fn register_layer(&self, config: LayerConfig) -> Result<(u64, usize)> {
-        self.lock()?.backend().register_layer(config)
+        self.lock()?.backend.register_layer(config)
     }
 
     /// Bytes of handle memory that `layer` needs, for handles that go by their address; host only.
@@ -317,7 +341,7 @@ impl EpGroup {
     /// # Errors
     /// A layer that does not fit the group.
     pub fn handle_mem_size(&self, layer: LayerConfig) -> Result<usize> {
-        Ok(self.lock()?.backend().layer_of(layer)?.mem_bytes())
+        Ok(self.lock()?.backend.layer_of(layer)?.mem_bytes())
     }
 
     /// Exchanges the routing of one step and fills the layer's handle; collective, queued on `stream`.
@@ -494,7 +518,7 @@ impl EpGroup {
     pub unsafe fn recv_totals(&self, mem: &TensorView, stream: Stream) -> Result<RecvTotals> {
         let mut locked = self.lock()?;
         // SAFETY: passed on.
-        unsafe { locked.backend().recv_totals(mem, stream) }
+        unsafe { locked.backend.recv_totals(mem, stream) }
     }
 
     /// Hands out `bytes` bytes of symmetric memory, at the same offset of the same window on every rank; collective, and
@@ -515,7 +539,7 @@ impl EpGroup {
     /// # Errors
     /// An address that it did not hand out, or that was given back already.
     pub fn symm_free(&self, address: u64) -> Result<()> {
-        self.lock()?.backend().symm.free(address)
+        self.lock()?.backend.symm.free(address)
     }
 
     /// Registers a caller's memory as a window; collective, and behind all queued work of all ranks.
@@ -551,7 +575,7 @@ impl EpGroup {
     /// # Errors
     /// [`Error::NotInitialized`].
     pub fn symmetric_place(&self, address: u64) -> Result<Option<symm_pool::Place>> {
-        Ok(self.lock()?.backend().symm.place_of(address))
+        Ok(self.lock()?.backend.symm.place_of(address))
     }
 
     /// Device memory of the group; host only.
@@ -560,7 +584,7 @@ impl EpGroup {
     /// [`Error::NotInitialized`].
     pub fn memory_usage(&self) -> Result<MemoryUsage> {
         let mut locked = self.lock()?;
-        let backend = locked.backend();
+        let backend = &mut locked.backend;
         let open: Vec<LayerConfig> = backend.handles.layers().collect();
         let mut handles = 0;
         for layer in &open {
@@ -576,15 +600,6 @@ impl EpGroup {
     }
 }
 
-/// A locked slot that holds a backend.
-struct Locked<'a>(MutexGuard<'a, Option<Backend>>);
-
-impl Locked<'_> {
-    fn backend(&mut self) -> &mut Backend {
-        self.0.as_mut().expect("EpGroup::lock checked it")
-    }
-}
-
 impl Backend {
     /// # Safety
     /// `comm` is live, outlives the backend, and its device, `device`, is current.
@@ -596,7 +611,7 @@ impl Backend {
         comm_facts: CommFacts,
         config: GroupConfig,
         options: &Options,
-    ) -> Result<Self> {
+    ) -> Result<Live> {
         let facts = base.cuda.device_facts(device)?;
         let nccl = base.nccl.version()?;
         let ready = || -> Result<(&'static NcclEpLibrary, IndexCopier)> {
@@ -676,7 +691,7 @@ impl Backend {
         let watch = Watch::start(base, device, progress, env.timeout, env.shutdown_timeout);
         meeting.watch(watch.share());
         static EPOCH: AtomicU64 = AtomicU64::new(0);
-        Ok(Self {
+        let backend = Self {
             symm: Symm::new(base, comm, device, options.symm_segment_bytes, env.timeout),
             base,
             env,
@@ -688,10 +703,10 @@ impl Backend {
             nccl_bytes: FxHashMap::default(),
             handles,
             epoch: EPOCH.fetch_add(1, Ordering::Relaxed),
-            watch,
             residency: Residency::new(device),
             stream: None,
-        })
+        };
+        Ok(Live { watch, backend })
     }
 
     /// Bytes that NCCL EP needs for a layer with `top_k` experts per token.
@@ -989,7 +1004,7 @@ impl Backend {
     /// As [`EpGroup::prepare`].
     unsafe fn prepare(
         &mut self,
-        watch: &Watched,
+        watch: &mut Watch,
         handle: &HandleRef,
         layer: &Layer,
         call: &Prepare,
@@ -1059,12 +1074,14 @@ impl Backend {
         }
         Ok((&self.group, self.handles.get_mut(handle.key).expect("ready or inserted")))
     }
+}
 
+impl Live {
     /// Tears down in order and returns what failed.
     fn destroy(self, device: i32) -> Vec<String> {
-        let limit = self.env.shutdown_timeout;
-        let base = self.base;
-        let watch = self.watch.share();
+        let Self { watch, backend } = self;
+        let limit = backend.env.shutdown_timeout;
+        let base = backend.base;
         let quiet = watch.require_alive().and_then(|()| {
             watch.progress().enter(Step::of(Call::Shutdown));
             let hopeless = || watch.require_alive().err().map(|error| error.to_string());
@@ -1077,16 +1094,16 @@ impl Backend {
         let mut failures: Vec<String> = Vec::new();
         // Peers may still read this rank's windows until they come here too.
         let met = quiet.and_then(|()| {
-            self.base.cuda.set_current_device(device)?;
+            base.cuda.set_current_device(device)?;
             // SAFETY: the communicator outlives shutdown, by initialize's contract.
-            unsafe { self.meeting.barrier(limit) }
+            unsafe { backend.meeting.barrier(limit) }
         });
         if met.as_ref().is_err_and(is_cuda_gone) {
             // Called from a destructor that runs after CUDA's own: the process ends, and the driver has freed everything.
             tracing::info!(target: "nvte_ep", device, "CUDA is gone already; nothing to destroy");
             return Vec::new();
         }
-        if let Err(error) = met.map_err(|error| self.explain(error)) {
+        if let Err(error) = met.map_err(|error| backend.explain(error)) {
             // Freeing would wait for the same stuck work, or pull memory from under a peer: the group's memory stays
             // until the process ends.
             let text = format!("{error}; the group's device memory is left to the process's end");
@@ -1095,7 +1112,7 @@ impl Backend {
             return vec![text];
         }
         watch.progress().leave();
-        let Self { group, index_copier, meeting, handles, symm, watch, .. } = self;
+        let Backend { group, index_copier, meeting, handles, symm, .. } = backend;
         watch.stop();
         drop(ManuallyDrop::into_inner(index_copier));
         let mut ended = handles.into_handles().map(|handle| group.destroy_handle(handle)).collect::<Vec<_>>();

@@ -138,7 +138,7 @@ impl Group {
         total: &TensorView,
         stream: Stream,
     ) -> Result<()> {
-        let mut topk_idx = Descriptor::new(&prepare.topk_idx).as_int64_at(copied);
+        let mut topk_idx = Descriptor::new(&prepare.topk_idx).with_int64_at(copied);
         let mut counts = prepare.token_counts.as_ref().map(Descriptor::new);
         let mut total = Descriptor::new(total);
         let mut layout = b::ncclEpLayoutInfo_t::with_header();
@@ -187,9 +187,9 @@ impl Group {
         pass: Pass,
         stream: Stream,
     ) -> Result<()> {
-        let scales_of = |view: &TensorView| match view.scales {
-            None => None,
-            Some(_) => view.scale_tensor("scales").as_ref().map(Descriptor::new),
+        let scales_of = |view: &TensorView| {
+            view.scales.as_ref()?;
+            view.scale_tensor("scales").as_ref().map(Descriptor::new)
         };
         let (mut scales, mut recv_scales) = (scales_of(tokens), scales_of(recv_tokens));
         let (mut tokens, mut weights) = (Descriptor::new(tokens), weights.map(Descriptor::new));
