@@ -26,7 +26,7 @@ const TOO_MANY: usize = usize::MAX;
 
 impl Shape {
     /// The shape with these sizes; none when there are more than [`MAX_DIMS`].
-    #[inline]
+    #[inline(always)]
     #[must_use]
     pub fn new(sizes: &[usize]) -> Option<Self> {
         match *sizes {

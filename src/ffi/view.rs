@@ -43,7 +43,43 @@ pub trait TensorReader {
     ///
     /// # Errors
     /// A value that is no live tensor.
-    fn read<R>(&self, tensor: NVTETensor, look: impl FnOnce(&TensorParts<'_>) -> R) -> Result<Option<R>>;
+    fn read<L: Look>(&self, tensor: NVTETensor, look: L) -> Result<Option<L::Seen>>;
+}
+
+/// A look at a tensor's parts. No closure, since those cannot ask to be inlined, which this is all about: a view is large.
+pub trait Look {
+    /// What it makes of them.
+    type Seen;
+    /// Looks.
+    fn look(self, parts: &TensorParts<'_>) -> Self::Seen;
+}
+
+/// The view of an argument.
+struct View {
+    name: &'static str,
+    windows: Windows,
+}
+
+impl Look for View {
+    type Seen = Result<TensorView>;
+
+    #[inline(always)]
+    fn look(self, parts: &TensorParts<'_>) -> Self::Seen {
+        view(self.name, parts, self.windows)
+    }
+}
+
+/// The view of an argument that may be left out; none for a tensor that nothing was put into.
+struct OptionalView(View);
+
+impl Look for OptionalView {
+    type Seen = Option<Result<TensorView>>;
+
+    #[inline(always)]
+    fn look(self, parts: &TensorParts<'_>) -> Self::Seen {
+        let is_there = !is_blank(&parts.data) || self.0.windows.data.is_some();
+        if is_there { Some(self.0.look(parts)) } else { None }
+    }
 }
 
 /// Where an argument's data and scales lie in symmetric memory.
@@ -59,14 +95,14 @@ pub struct Windows {
 ///
 /// # Errors
 /// A null, stale or malformed tensor.
-#[inline]
+#[inline(always)]
 pub fn required(
     reader: &impl TensorReader,
     name: &'static str,
     tensor: NVTETensor,
     windows: Windows,
 ) -> Result<TensorView> {
-    match reader.read(tensor, |parts| view(name, parts, windows)) {
+    match reader.read(tensor, View { name, windows }) {
         Ok(Some(view)) => view,
         Ok(None) => Err(null(name)),
         Err(error) => Err(for_argument(name, error)),
@@ -77,18 +113,14 @@ pub fn required(
 ///
 /// # Errors
 /// A stale or malformed tensor.
-#[inline]
+#[inline(always)]
 pub fn optional(
     reader: &impl TensorReader,
     name: &'static str,
     tensor: NVTETensor,
     windows: Windows,
 ) -> Result<Option<TensorView>> {
-    let look = |parts: &TensorParts<'_>| match is_blank(&parts.data) && windows.data.is_none() {
-        true => None,
-        false => Some(view(name, parts, windows)),
-    };
-    match reader.read(tensor, look) {
+    match reader.read(tensor, OptionalView(View { name, windows })) {
         Ok(Some(Some(Ok(view)))) => Ok(Some(view)),
         Ok(Some(Some(Err(error)))) => Err(error),
         Ok(Some(None) | None) => Ok(None),
@@ -115,7 +147,7 @@ fn is_blank(data: &ArrayRef<'_>) -> bool {
     data.data == 0 && data.shape.ndim <= 1 && data.shape.data[0] == 0
 }
 
-#[inline]
+#[inline(always)]
 fn view(name: &'static str, parts: &TensorParts<'_>, windows: Windows) -> Result<TensorView> {
     let Some((dtype, shape)) = array(&parts.data) else { return Err(malformed(name, "", &parts.data)) };
     let scales = match parts.scaling_mode {
@@ -138,7 +170,7 @@ fn scales(name: &str, parts: &TensorParts<'_>, windows: Windows) -> Result<Scale
 }
 
 /// Type and shape of a well-formed array.
-#[inline]
+#[inline(always)]
 fn array(array: &ArrayRef<'_>) -> Option<(DType, Shape)> {
     let dtype = DType::from_nvte(array.dtype)?;
     let shape = Shape::new(array.shape.data.get(..array.shape.ndim)?)?;
@@ -174,11 +206,11 @@ mod tests {
     }
 
     impl TensorReader for One {
-        fn read<R>(&self, tensor: NVTETensor, look: impl FnOnce(&TensorParts<'_>) -> R) -> Result<Option<R>> {
+        fn read<L: Look>(&self, tensor: NVTETensor, look: L) -> Result<Option<L::Seen>> {
             let Owned { data, scale_inv, scaling_mode } = &self.0;
             match tensor as usize {
                 0 => Ok(None),
-                1 => Ok(Some(look(&TensorParts {
+                1 => Ok(Some(look.look(&TensorParts {
                     data: data.into(),
                     scale_inv: scale_inv.into(),
                     scaling_mode: *scaling_mode,

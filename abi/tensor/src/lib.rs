@@ -8,7 +8,7 @@ pub mod surface;
 
 use nvte_ep_core::error::Result;
 use nvte_ep_core::ffi::types::NVTETensor;
-use nvte_ep_core::ffi::view::{TensorParts, TensorReader};
+use nvte_ep_core::ffi::view::{Look, TensorParts, TensorReader};
 use store::{Param, Reading};
 
 /// Reads the tensors that this library made. While it lives none is made, changed or destroyed, and a thread has one at a
@@ -29,14 +29,13 @@ impl OwnTensors {
 }
 
 impl TensorReader for OwnTensors {
-    #[inline]
-    fn read<R>(&self, tensor: NVTETensor, look: impl FnOnce(&TensorParts<'_>) -> R) -> Result<Option<R>> {
-        Ok(self.0.get(tensor)?.map(|tensor| {
-            look(&TensorParts {
-                data: tensor.array_ref(Param::RowwiseData).into(),
-                scale_inv: tensor.array_ref(Param::RowwiseScaleInv).into(),
-                scaling_mode: tensor.scaling_mode(),
-            })
-        }))
+    #[inline(always)]
+    fn read<L: Look>(&self, tensor: NVTETensor, look: L) -> Result<Option<L::Seen>> {
+        let Some(tensor) = self.0.get(tensor)? else { return Ok(None) };
+        Ok(Some(look.look(&TensorParts {
+            data: tensor.array_ref(Param::RowwiseData).into(),
+            scale_inv: tensor.array_ref(Param::RowwiseScaleInv).into(),
+            scaling_mode: tensor.scaling_mode(),
+        })))
     }
 }

@@ -53,6 +53,7 @@ impl From<NVTEBasicTensor> for Array {
 }
 
 impl<'a> From<&'a Array> for ArrayRef<'a> {
+    #[inline]
     fn from(Array { data, dtype, shape }: &'a Array) -> Self {
         Self { data: *data as u64, dtype: *dtype, shape }
     }
@@ -205,7 +206,7 @@ fn dead(tensor: NVTETensor) -> Error {
 }
 
 /// A value's slot and generation, if it is one of ours at all.
-#[inline]
+#[inline(always)]
 fn decode(tensor: NVTETensor) -> Option<(usize, u32)> {
     let value = tensor.addr();
     let is_ours = value & (0xFFFF << 48) == TAG;
@@ -213,7 +214,7 @@ fn decode(tensor: NVTETensor) -> Option<(usize, u32)> {
 }
 
 impl Store {
-    #[inline]
+    #[inline(always)]
     fn get(&self, tensor: NVTETensor) -> Option<&Tensor> {
         let (index, generation) = decode(tensor)?;
         self.slots.get(index).filter(|slot| slot.generation == generation)?.tensor.as_ref()
@@ -290,7 +291,7 @@ pub(crate) fn reading() -> Reading {
 
 impl Reading {
     /// A tensor; none for the null tensor.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn get(&self, tensor: NVTETensor) -> Result<Option<&Tensor>> {
         match self.0.get(tensor) {
             found @ Some(_) => Ok(found),
