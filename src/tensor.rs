@@ -18,7 +18,7 @@ pub struct Shape {
     sizes: [usize; KEPT],
     /// Product of all sizes; [`TOO_MANY`] if it does not fit.
     numel: usize,
-    ndim: u8,
+    ndim: usize,
 }
 
 /// Elements that no memory holds.
@@ -29,14 +29,16 @@ impl Shape {
     #[inline(always)]
     #[must_use]
     pub fn new(sizes: &[usize]) -> Option<Self> {
-        match *sizes {
-            [length] => Some(Self::vector(length)),
-            [rows, columns] => {
-                let numel = rows.checked_mul(columns).unwrap_or(TOO_MANY);
-                Some(Self { sizes: [rows, columns, 0], numel, ndim: 2 })
+        // The parts are put together once, behind the match: each in a register on its way to the caller's place.
+        let ([first, second, third], numel) = match *sizes {
+            [length] => ([length, 0, 0], length),
+            [rows, columns] => ([rows, columns, 0], rows.checked_mul(columns).unwrap_or(TOO_MANY)),
+            _ => {
+                let Self { sizes, numel, .. } = Self::of_any(sizes)?;
+                (sizes, numel)
             }
-            _ => Self::of_any(sizes),
-        }
+        };
+        Some(Self { sizes: [first, second, third], numel, ndim: sizes.len() })
     }
 
     /// The shape of a vector.
@@ -55,14 +57,14 @@ impl Shape {
         kept.iter_mut().zip(sizes).for_each(|(kept, size)| *kept = *size);
         let empty = sizes.contains(&0).then_some(0);
         let numel = empty.or_else(|| sizes.iter().try_fold(1usize, |product, &size| product.checked_mul(size)));
-        Some(Self { sizes: kept, numel: numel.unwrap_or(TOO_MANY), ndim: sizes.len() as u8 })
+        Some(Self { sizes: kept, numel: numel.unwrap_or(TOO_MANY), ndim: sizes.len() })
     }
 
     /// Number of dimensions.
     #[inline]
     #[must_use]
     pub fn ndim(&self) -> usize {
-        self.ndim as usize
+        self.ndim
     }
 
     /// The sizes of a matrix or a vector; of more dimensions the first three.
