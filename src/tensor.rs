@@ -81,12 +81,11 @@ impl Shape {
         (self.numel != TOO_MANY).then_some(self.numel)
     }
 
-    /// The same with another first size.
+    /// Makes the first size a smaller one; of a matrix or a vector.
     #[inline]
-    fn with_first(&self, size: usize) -> Self {
-        let mut sizes = self.sizes;
-        sizes[0] = size;
-        Self::new(&sizes[..self.ndim().min(KEPT)]).expect("no more dimensions than before")
+    fn cut_first(&mut self, size: usize) {
+        self.sizes[0] = size;
+        self.numel = if self.ndim == 1 { size } else { size * self.sizes[1] };
     }
 }
 
@@ -290,11 +289,12 @@ impl TensorView {
     /// Cuts the tensor to its first `rows` rows.
     ///
     /// # Panics
-    /// If it has no dimension or fewer rows: callers check first.
+    /// If it is no matrix or vector, or has fewer rows: callers check first.
     #[inline]
     pub fn cut_rows(&mut self, rows: usize) {
-        assert!(self.shape.sizes().first().is_some_and(|&have| have >= rows), "rows were checked before");
-        self.shape = self.shape.with_first(rows);
+        let ([have] | [have, _]) = *self.shape.sizes() else { panic!("dimensions were checked before") };
+        assert!(have >= rows, "rows were checked before");
+        self.shape.cut_first(rows);
     }
 
     /// Part of a byte tensor.
@@ -305,7 +305,7 @@ impl TensorView {
     pub fn bytes(mut self, offset: usize, length: usize) -> Self {
         assert!(self.dtype == DType::Byte, "the dtype was checked before");
         self.cut_rows(offset + length);
-        self.shape = self.shape.with_first(length);
+        self.shape.cut_first(length);
         self.data += offset as u64;
         self
     }
