@@ -143,7 +143,7 @@ pub unsafe extern "C-unwind" fn nvte_ep_ext_recv_totals(
 ) {
     guard("nvte_ep_ext_recv_totals", || {
         let group = core::current_group()?;
-        let mem = required(&Tensors, "handle_mem", handle_mem, Windows::default())?;
+        let mem = required(&Tensors::open(), "handle_mem", handle_mem, Windows::default())?;
         // SAFETY: the caller vouches for memory and stream.
         let found = unsafe { group.recv_totals(&mem, Stream::from_raw(stream)) }?;
         // SAFETY: the caller vouches for the structure.
@@ -284,7 +284,7 @@ pub extern "C-unwind" fn nvte_ep_ext_window_deregister(ptr: *mut c_void) {
 unsafe fn put_window(found: Window, window: *mut ncclWindow_t, offset: *mut u64) {
     if !window.is_null() {
         // SAFETY: not NULL, and the caller vouches for it.
-        unsafe { window.write(std::ptr::with_exposed_provenance_mut(found.handle)) };
+        unsafe { window.write(std::ptr::with_exposed_provenance_mut(found.handle())) };
     }
     if !offset.is_null() {
         // SAFETY: as above.

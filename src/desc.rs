@@ -15,6 +15,7 @@ pub(crate) unsafe trait EpStruct: Sized {
     fn set_header(&mut self, size: u32, magic: u32);
 
     /// All defaults, with the header filled in.
+    #[inline]
     fn with_header() -> Self {
         // SAFETY: the trait's contract.
         let mut value: Self = unsafe { std::mem::zeroed() };
@@ -29,6 +30,7 @@ macro_rules! ep_struct {
         unsafe impl EpStruct for b::$name {
             const MAGIC: u32 = $magic;
 
+            #[inline]
             fn set_header(&mut self, size: u32, magic: u32) {
                 (self.size, self.magic) = (size, magic);
             }
@@ -65,6 +67,7 @@ pub(crate) struct DescriptorPtr<'a> {
 
 impl Descriptor {
     /// A descriptor of `view`, which the checks of `ops` let through: one or two dimensions, a type that NCCL knows.
+    #[inline]
     pub(crate) fn new(view: &TensorView) -> Self {
         let sizes = view.shape.sizes();
         let mut raw = b::ncclEpTensor_t::with_header();
@@ -73,7 +76,7 @@ impl Descriptor {
         match view.window {
             // NCCL EP takes the address from the window when data is NULL.
             Some(window) => {
-                raw.win_hdl = std::ptr::with_exposed_provenance_mut(window.handle);
+                raw.win_hdl = std::ptr::with_exposed_provenance_mut(window.handle());
                 raw.win_offset = window.offset;
             }
             None => raw.data = std::ptr::with_exposed_provenance_mut(view.data as usize),
@@ -83,7 +86,16 @@ impl Descriptor {
         Self { raw, sizes: kept }
     }
 
+    /// The same tensor as int64 at the address `data`.
+    #[inline]
+    pub(crate) fn with_int64_at(mut self, data: u64) -> Self {
+        (self.raw.datatype, self.raw.win_hdl, self.raw.win_offset) = (b::ncclInt64, std::ptr::null_mut(), 0);
+        self.raw.data = std::ptr::with_exposed_provenance_mut(data as usize);
+        self
+    }
+
     /// The C structure, pointing at the sizes where they lie now; the borrow keeps both in place.
+    #[inline]
     pub(crate) fn bind(&mut self) -> DescriptorPtr<'_> {
         self.raw.sizes = self.sizes.as_mut_ptr();
         DescriptorPtr { raw: &raw mut self.raw, borrowed: PhantomData }
@@ -91,6 +103,7 @@ impl Descriptor {
 }
 
 /// The pointer of an optional descriptor; null for none.
+#[inline]
 pub(crate) fn bind_optional(descriptor: &mut Option<Descriptor>) -> *mut b::ncclEpTensor_t {
     descriptor.as_mut().map_or(std::ptr::null_mut(), |descriptor| descriptor.bind().raw)
 }
@@ -118,7 +131,7 @@ mod tests {
     #[test]
     fn a_window_replaces_data() {
         let mut tensor = view("recv_tokens", DType::Float32, &[7]);
-        tensor.window = Some(Window { handle: 0x40, offset: 4096 });
+        tensor.window = Window::new(0x40, 4096);
         let mut descriptor = Descriptor::new(&tensor);
         // SAFETY: bound just now.
         let raw = unsafe { &*descriptor.bind().raw };

@@ -64,28 +64,34 @@ impl DType {
 
     /// The type with TransformerEngine's number `code`.
     #[must_use]
+    #[inline]
     pub fn from_nvte(code: i32) -> Option<Self> {
-        TABLE.iter().find(|row| row.nvte == code).map(|row| row.dtype)
+        // TransformerEngine numbers the types in the table's order.
+        TABLE.get(code as usize).filter(|row| row.nvte == code).map(|row| row.dtype)
     }
 
+    #[inline]
     const fn row(self) -> &'static Row {
         &TABLE[self as usize]
     }
 
     /// NCCL's number for it.
     #[must_use]
+    #[inline]
     pub const fn nccl(self) -> Option<nccl::ncclDataType_t> {
         self.row().nccl
     }
 
     /// Bits of one element.
     #[must_use]
+    #[inline]
     pub const fn bits(self) -> usize {
         self.row().bits
     }
 
     /// Bytes of `count` elements, rounded up to whole bytes.
     #[must_use]
+    #[inline]
     pub const fn bytes(self, count: usize) -> usize {
         (count * self.bits()).div_ceil(8)
     }

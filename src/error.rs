@@ -86,11 +86,13 @@ pub enum Error {
 
 impl Error {
     /// An argument error without a remedy of its own.
+    #[cold]
     pub fn argument(argument: impl Into<String>, required: impl Into<String>, found: impl fmt::Display) -> Self {
         Self::Argument { argument: argument.into(), required: required.into(), found: found.to_string(), remedy: None }
     }
 
     /// The same error with the remedy `text`, for argument errors.
+    #[cold]
     #[must_use]
     pub fn with_remedy(mut self, text: impl Into<String>) -> Self {
         if let Self::Argument { remedy, .. } = &mut self {

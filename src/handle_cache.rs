@@ -47,7 +47,8 @@ pub enum Lookup {
 #[derive(Debug)]
 pub struct HandleCache<H> {
     entries: LruCache<HandleKey, Entry<H>, FxBuildHasher>,
-    /// Which key prepared a piece of memory last: registered layers may share one.
+    /// Which key prepared a piece of memory last: registered layers may share one. Of no other key over that memory is
+    /// there an entry that says `prepared`.
     owners: FxHashMap<u64, HandleKey>,
     /// Memory that a captured prepare writes, whose graph may be launched at any time: only the memory itself knows what it
     /// holds. With what the latest capture prepares, for calls of the same capture.
@@ -69,6 +70,20 @@ impl<H> HandleCache<H> {
         }
     }
 
+    /// Whether `key` is the most recently used: the steps of one call ask for the same key, which then is not looked up again.
+    #[inline]
+    fn is_latest(&self, key: HandleKey) -> bool {
+        self.entries.peek_mru().is_some_and(|(latest, _)| *latest == key)
+    }
+
+    #[inline]
+    fn peek(&self, key: HandleKey) -> Option<&Entry<H>> {
+        match self.entries.peek_mru() {
+            Some((latest, entry)) if *latest == key => Some(entry),
+            _ => self.entries.peek(&key),
+        }
+    }
+
     /// What is there for `key` over `memory` as a handle of `layer`, for a call about `tokens` tokens, none if the call is a
     /// prepare.
     ///
@@ -76,7 +91,7 @@ impl<H> HandleCache<H> {
     /// The key's handle lies over other memory and the policy refuses that.
     pub fn lookup(&self, key: HandleKey, memory: u64, layer: &LayerConfig, tokens: Option<usize>) -> Result<Lookup> {
         let other = |entry: &Entry<H>| tokens.zip(entry.tokens).is_some_and(|(wanted, known)| wanted != known);
-        match self.entries.peek(&key) {
+        match self.peek(key) {
             // A graph prepared the memory, or a call after a graph.
             Some(entry) if entry.memory == memory && other(entry) => Ok(Lookup::Missing),
             Some(entry) if entry.memory == memory && entry.layer == *layer => Ok(Lookup::Ready),
@@ -94,17 +109,27 @@ impl<H> HandleCache<H> {
 
     /// What the last prepare of `key` left in `memory`: nothing if the key's handle lies elsewhere, or if another key
     /// prepared that memory since.
-    pub fn prepared(&mut self, key: HandleKey, memory: u64) -> Option<Prepared> {
-        let owned = self.owners.get(&memory) == Some(&key);
-        let entry = self.entries.get(&key)?;
-        entry.prepared.filter(|_| owned && entry.memory == memory)
+    #[inline]
+    pub fn prepared(&self, key: HandleKey, memory: u64) -> Option<Prepared> {
+        let entry = self.peek(key)?;
+        entry.prepared.filter(|_| entry.memory == memory)
+    }
+
+    /// Notes that `key` prepares `memory`: what another key prepared there is lost.
+    fn own(&mut self, memory: u64, key: HandleKey) {
+        let former = self.owners.insert(memory, key).filter(|former| *former != key);
+        let entry = former.and_then(|former| self.entries.peek_mut(&former));
+        if let Some(entry) = entry.filter(|entry| entry.memory == memory) {
+            entry.prepared = None;
+        }
     }
 
     /// The entry of `key`, which is about to prepare its memory: that memory's routing is lost from now on.
     pub fn start_prepare(&mut self, key: HandleKey) -> Option<&mut Entry<H>> {
-        let entry = self.entries.get_mut(&key)?;
+        let memory = self.get_mut(key)?.memory;
+        self.own(memory, key);
+        let entry = self.get_mut(key)?;
         entry.prepared = None;
-        self.owners.insert(entry.memory, key);
         Some(entry)
     }
 
@@ -124,7 +149,11 @@ impl<H> HandleCache<H> {
     }
 
     /// The entry of `key`, which becomes the most recently used.
+    #[inline]
     pub fn get_mut(&mut self, key: HandleKey) -> Option<&mut Entry<H>> {
+        if self.is_latest(key) {
+            return self.entries.iter_mut().next().map(|(_, entry)| entry);
+        }
         self.entries.get_mut(&key)
     }
 
@@ -149,7 +178,7 @@ impl<H> HandleCache<H> {
             }
         }
         if prepared.is_some() {
-            self.owners.insert(memory, key);
+            self.own(memory, key);
         }
         let tokens = prepared.map(|prepared| prepared.num_tokens);
         self.entries.put(key, Entry { handle, memory, layer, prepared, tokens });

@@ -141,6 +141,7 @@ impl Payloads for CombineBwd {
     }
 }
 
+#[inline]
 fn step(call: Call, layer: &LayerConfig, rows: &TensorView, weights: bool) -> Step {
     let size = rows.shape.sizes().last().copied().unwrap_or(0);
     Step { call, top_k: layer.top_k, size, dtype: Some(rows.dtype), weights }
@@ -190,11 +191,11 @@ impl Prepare {
 }
 
 impl Dispatch {
-    /// Checks every rule; the result has its receive-side tensors cut to C rows.
+    /// Checks every rule and cuts the receive-side tensors to C rows.
     ///
     /// # Errors
     /// The first broken rule.
-    pub fn check(mut self, group: &GroupConfig, layer: &LayerConfig, prepared: Prepared) -> Result<Self> {
+    pub fn check(&mut self, group: &GroupConfig, layer: &LayerConfig, prepared: Prepared) -> Result<()> {
         let width = match self.tokens.scales {
             None => require_source_rows(&self.tokens, group, prepared)?,
             Some(_) => require_mxfp8_source(&self.tokens, group, prepared)?,
@@ -226,14 +227,15 @@ impl Dispatch {
             (Some(_), None) => return Err(missing("recv_topk_weights", "topk_weights")),
             (None, Some(_)) => return Err(missing("topk_weights", "recv_topk_weights")),
         }
-        Ok(self)
+        Ok(())
     }
 }
 
 /// A rank that receives nothing in eager mode passes weights of no entries, which may look like no tensor at all.
+#[inline]
 fn stand_in_for_nothing(weights: &mut Option<TensorView>, name: &'static str, rows_of: &TensorView) {
     if weights.is_none() && rows_of.shape.sizes().first() == Some(&0) {
-        let shape = Shape::new(&[0]).expect("one dimension");
+        let shape = Shape::vector(0);
         *weights = Some(TensorView { name, dtype: DType::Float32, shape, data: 0, window: None, scales: None });
     }
 }
@@ -244,25 +246,25 @@ fn missing(argument: &'static str, other: &str) -> Error {
 }
 
 impl Combine {
-    /// Checks every rule; the result has its receive-side tensors cut to C rows.
+    /// Checks every rule and cuts the receive-side tensors to C rows.
     ///
     /// # Errors
     /// The first broken rule.
-    pub fn check(mut self, group: &GroupConfig, prepared: Prepared) -> Result<Self> {
+    pub fn check(&mut self, group: &GroupConfig, prepared: Prepared) -> Result<()> {
         let width = require_source_rows(&self.result, group, prepared)?;
         require_plain(&self.expert_out)?;
         require_recv_rows(&mut self.expert_out, width, group, prepared, Side::Read)?;
         self.result.require_dtype_of(&self.expert_out)?;
-        Ok(self)
+        Ok(())
     }
 }
 
 impl DispatchBwd {
-    /// Checks every rule; the result has its receive-side tensors cut to C rows.
+    /// Checks every rule and cuts the receive-side tensors to C rows.
     ///
     /// # Errors
     /// The first broken rule.
-    pub fn check(mut self, group: &GroupConfig, layer: &LayerConfig, prepared: Prepared) -> Result<Self> {
+    pub fn check(&mut self, group: &GroupConfig, layer: &LayerConfig, prepared: Prepared) -> Result<()> {
         let width = require_source_rows(&self.grad_tokens, group, prepared)?;
         require_plain(&self.grad)?;
         require_recv_rows(&mut self.grad, width, group, prepared, Side::Read)?;
@@ -288,16 +290,16 @@ impl DispatchBwd {
             (Some(_), None) => return Err(missing("grad_topk_weights", "g_recv_topk_weights")),
             (None, Some(_)) => return Err(missing("g_recv_topk_weights", "grad_topk_weights")),
         }
-        Ok(self)
+        Ok(())
     }
 }
 
 impl CombineBwd {
-    /// Checks every rule; the result has its receive-side tensors cut to C rows.
+    /// Checks every rule and cuts the receive-side tensors to C rows.
     ///
     /// # Errors
     /// The first broken rule.
-    pub fn check(mut self, group: &GroupConfig, prepared: Prepared) -> Result<Self> {
+    pub fn check(&mut self, group: &GroupConfig, prepared: Prepared) -> Result<()> {
         let width = match self.grad.scales {
             None => require_source_rows(&self.grad, group, prepared)?,
             Some(_) => require_mxfp8_source(&self.grad, group, prepared)?,
@@ -305,7 +307,7 @@ impl CombineBwd {
         require_recv_rows(&mut self.grad_expert_out, width, group, prepared, Side::Written)?;
         self.grad_expert_out.require_dtype_of(&self.grad)?;
         require_same_scaling(&self.grad, &mut self.grad_expert_out, group)?;
-        Ok(self)
+        Ok(())
     }
 }
 
@@ -354,18 +356,21 @@ fn require_source_rows(tensor: &TensorView, group: &GroupConfig, prepared: Prepa
 /// Values that share one scale in MXFP8.
 const MXFP8_BLOCK: usize = 32;
 
-/// The argument name of a tensor's scales.
-pub(crate) const fn scales_name(tensor: &TensorView) -> &'static str {
-    match tensor.name.as_bytes() {
-        b"tokens" => "tokens.rowwise_scale_inv",
-        b"recv_tokens" => "recv_tokens.rowwise_scale_inv",
-        b"grad" => "grad.rowwise_scale_inv",
-        b"grad_expert_out" => "grad_expert_out.rowwise_scale_inv",
+/// A tensor's scales as a tensor of their own, under their argument's name.
+#[inline]
+pub(crate) fn scales_of(tensor: &TensorView) -> Option<TensorView> {
+    tensor.scales.as_ref()?;
+    tensor.scale_tensor(match tensor.name {
+        "tokens" => "tokens.rowwise_scale_inv",
+        "recv_tokens" => "recv_tokens.rowwise_scale_inv",
+        "grad" => "grad.rowwise_scale_inv",
+        "grad_expert_out" => "grad_expert_out.rowwise_scale_inv",
         _ => "rowwise_scale_inv",
-    }
+    })
 }
 
 /// An MXFP8 `[T, H]` token tensor of this rank; returns H.
+#[inline(never)]
 fn require_mxfp8_source(tensor: &TensorView, group: &GroupConfig, prepared: Prepared) -> Result<usize> {
     let (rows, width) = tensor.matrix("[T, hidden_dim]")?;
     tensor.require_dtype(&[DType::Float8E4M3, DType::Float8E5M2])?;
@@ -379,7 +384,7 @@ fn require_mxfp8_source(tensor: &TensorView, group: &GroupConfig, prepared: Prep
     }
     require_row_budget(tensor, width + width / MXFP8_BLOCK, group)?;
     tensor.require_row_storage()?;
-    let scales = tensor.scale_tensor(scales_name(tensor)).expect("a caller saw the scales");
+    let scales = scales_of(tensor).expect("a caller saw the scales");
     require_scales(&scales, rows, width)?;
     Ok(width)
 }
@@ -396,8 +401,7 @@ fn require_scales(scales: &TensorView, rows: usize, width: usize) -> Result<()> 
 
 /// Received rows are scaled exactly if the sent ones are; cuts the receive-side scales as their data were cut.
 fn require_same_scaling(tokens: &TensorView, recv: &mut TensorView, group: &GroupConfig) -> Result<()> {
-    let name = scales_name(recv);
-    let Some(scales) = recv.scale_tensor(name) else {
+    let Some(scales) = scales_of(recv) else {
         if tokens.scales.is_none() {
             return Ok(());
         }
@@ -407,13 +411,19 @@ fn require_same_scaling(tokens: &TensorView, recv: &mut TensorView, group: &Grou
     if tokens.scales.is_none() {
         return Err(Error::argument(recv.name, format!("must be unscaled, as {} is", tokens.name), "MXFP8"));
     }
+    require_recv_scales(recv, scales, group)
+}
+
+/// The receive-side scales of a tensor that was checked and cut.
+#[inline(never)]
+fn require_recv_scales(recv: &mut TensorView, mut scales: TensorView, group: &GroupConfig) -> Result<()> {
     let (rows, width) = recv.matrix("[recv_T, hidden_dim]")?;
     let (scale_rows, _) = scales.matrix("[recv_T, hidden_dim / 32]")?;
     if scale_rows < rows {
         let required = format!("must have a row for each of the {rows} received rows");
-        return Err(Error::argument(name, required, format!("{:?}", scales.shape)));
+        return Err(Error::argument(scales.name, required, format!("{:?}", scales.shape)));
     }
-    let scales = scales.first_rows(rows);
+    scales.cut_rows(rows);
     require_scales(&scales, rows, width)?;
     if recv.window.is_some() != scales.window.is_some() {
         let found = if scales.window.is_some() { "one" } else { "NULL" };
@@ -487,7 +497,7 @@ fn require_recv_rows(
             "NULL",
         ));
     }
-    *tensor = tensor.first_rows(kept);
+    tensor.cut_rows(kept);
     Ok(())
 }
 
@@ -537,7 +547,7 @@ fn require_recv_weights(tensor: &mut TensorView, rows_of: &TensorView, group: &G
             }
         });
     }
-    *tensor = tensor.first_rows(rows);
+    tensor.cut_rows(rows);
     tensor.require_element_storage()
 }
 
@@ -607,6 +617,31 @@ mod tests {
         CombineBwd {
             grad: view("grad", DType::BFloat16, &[10, 512]),
             grad_expert_out: view("grad_expert_out", DType::BFloat16, &[512, 512]),
+        }
+    }
+
+    /// Calls as their checks leave them.
+    impl Dispatch {
+        fn checked(mut self, group: &GroupConfig, layer: &LayerConfig, prepared: Prepared) -> Result<Self> {
+            self.check(group, layer, prepared).map(|()| self)
+        }
+    }
+
+    impl Combine {
+        fn checked(mut self, group: &GroupConfig, prepared: Prepared) -> Result<Self> {
+            self.check(group, prepared).map(|()| self)
+        }
+    }
+
+    impl DispatchBwd {
+        fn checked(mut self, group: &GroupConfig, layer: &LayerConfig, prepared: Prepared) -> Result<Self> {
+            self.check(group, layer, prepared).map(|()| self)
+        }
+    }
+
+    impl CombineBwd {
+        fn checked(mut self, group: &GroupConfig, prepared: Prepared) -> Result<Self> {
+            self.check(group, prepared).map(|()| self)
         }
     }
 
@@ -686,14 +721,14 @@ mod tests {
         let mut call = combine();
         call.result = view("result", DType::BFloat16, &[0, 512]);
         call.result.data = 0;
-        call.check(&group(), prepared).unwrap();
+        call.checked(&group(), prepared).unwrap();
     }
 
     #[test]
     fn dispatch_rules() {
         refused(
             dispatch,
-            |call| call.check(&group(), &layer(), PREPARED),
+            |call| call.checked(&group(), &layer(), PREPARED),
             &[
                 (
                     |c| c.tokens = view("tokens", DType::BFloat16, &[5120]),
@@ -773,13 +808,13 @@ mod tests {
         let mut call = dispatch();
         call.recv_tokens = view("recv_tokens", DType::BFloat16, &[1024, 512]);
         call.recv_topk_weights = Some(view("recv_topk_weights", DType::Float32, &[2000]));
-        let call = call.check(&group(), &layer(), PREPARED).unwrap();
+        let call = call.checked(&group(), &layer(), PREPARED).unwrap();
         assert_eq!(call.recv_tokens.shape.sizes(), [512, 512]);
         assert_eq!(call.recv_topk_weights.unwrap().shape.sizes(), [512]);
         let mut call = dispatch_bwd();
         call.grad = view("grad", DType::BFloat16, &[513, 512]);
         call.g_recv_topk_weights = Some(view("g_recv_topk_weights", DType::Float32, &[513]));
-        let call = call.check(&group(), &layer(), PREPARED).unwrap();
+        let call = call.checked(&group(), &layer(), PREPARED).unwrap();
         assert_eq!(call.grad.shape.sizes(), [512, 512], "the kernels clear as many staging rows as grad has");
         assert_eq!(call.g_recv_topk_weights.unwrap().shape.sizes(), [512]);
     }
@@ -788,7 +823,7 @@ mod tests {
     fn combine_rules() {
         refused(
             combine,
-            |call| call.check(&group(), PREPARED),
+            |call| call.checked(&group(), PREPARED),
             &[
                 (
                     |c| c.result = view("result", DType::BFloat16, &[64, 512]),
@@ -819,7 +854,7 @@ mod tests {
     fn gradient_rules() {
         refused(
             dispatch_bwd,
-            |call| call.check(&group(), &layer(), PREPARED),
+            |call| call.checked(&group(), &layer(), PREPARED),
             &[
                 (
                     |c| c.grad_topk_weights = Some(view("grad_topk_weights", DType::Float32, &[10, 3])),
@@ -838,10 +873,10 @@ mod tests {
             ],
         );
         let call = DispatchBwd { g_recv_topk_weights: None, grad_topk_weights: None, ..dispatch_bwd() };
-        call.check(&group(), &layer(), PREPARED).unwrap();
+        call.checked(&group(), &layer(), PREPARED).unwrap();
         refused(
             combine_bwd,
-            |call| call.check(&group(), PREPARED),
+            |call| call.checked(&group(), PREPARED),
             &[
                 (
                     |c| c.grad = view("grad", DType::BFloat16, &[11, 512]),
@@ -870,26 +905,26 @@ mod tests {
     #[test]
     fn zero_copy_takes_windows() {
         let windowed = |mut tensor: TensorView| {
-            (tensor.window, tensor.data) = (Some(Window { handle: 9, offset: 4096 }), 0);
+            (tensor.window, tensor.data) = (Window::new(9, 4096), 0);
             tensor
         };
-        let text = dispatch().check(&zero_copy(), &layer(), PREPARED).unwrap_err().to_string();
+        let text = dispatch().checked(&zero_copy(), &layer(), PREPARED).unwrap_err().to_string();
         assert!(text.starts_with("recv_tokens_win.window must be a window, since the group is zero-copy"), "{text}");
         let mut call = dispatch();
         call.recv_tokens = windowed(call.recv_tokens);
-        call.check(&zero_copy(), &layer(), PREPARED).unwrap();
-        let text = combine().check(&zero_copy(), PREPARED).unwrap_err().to_string();
+        call.checked(&zero_copy(), &layer(), PREPARED).unwrap();
+        let text = combine().checked(&zero_copy(), PREPARED).unwrap_err().to_string();
         assert!(text.starts_with("expert_out_win.window must be a window"), "{text}");
         let mut call = combine();
         call.expert_out = windowed(call.expert_out);
-        call.check(&zero_copy(), PREPARED).unwrap();
+        call.checked(&zero_copy(), PREPARED).unwrap();
     }
 
     #[test]
     fn mxfp8_rules() {
         refused(
             mxfp8_dispatch,
-            |call| call.check(&group(), &layer(), PREPARED),
+            |call| call.checked(&group(), &layer(), PREPARED),
             &[
                 (
                     |c| c.recv_tokens.scales = None,
@@ -928,12 +963,12 @@ mod tests {
         );
         let mut call = mxfp8_dispatch();
         call.recv_tokens = mxfp8("recv_tokens", &[600, 512], &[640, 16]);
-        let scales = call.check(&group(), &layer(), PREPARED).unwrap().recv_tokens.scales.unwrap();
+        let scales = call.checked(&group(), &layer(), PREPARED).unwrap().recv_tokens.scales.unwrap();
         assert_eq!(scales.shape.sizes(), [512, 16]);
         let mut call = dispatch();
         call.recv_tokens = mxfp8("recv_tokens", &[512, 512], &[512, 16]);
         call.recv_tokens.dtype = DType::BFloat16;
-        let text = call.check(&group(), &layer(), PREPARED).unwrap_err().to_string();
+        let text = call.checked(&group(), &layer(), PREPARED).unwrap_err().to_string();
         assert_eq!(text, "recv_tokens must be unscaled, as tokens is, got MXFP8");
     }
 
@@ -942,20 +977,20 @@ mod tests {
         let mut call = dispatch();
         call.recv_tokens = view("recv_tokens", DType::BFloat16, &[37, 512]);
         call.recv_topk_weights = Some(view("recv_topk_weights", DType::Float32, &[37]));
-        let call = call.check(&eager(), &layer(), PREPARED).unwrap();
+        let call = call.checked(&eager(), &layer(), PREPARED).unwrap();
         assert_eq!(call.recv_tokens.shape.sizes(), [37, 512]);
         let mut empty = dispatch();
         empty.recv_tokens = view("recv_tokens", DType::BFloat16, &[0, 512]);
         empty.recv_topk_weights = Some(view("recv_topk_weights", DType::Float32, &[0]));
         empty.recv_tokens.data = 0;
-        empty.check(&eager(), &layer(), PREPARED).unwrap();
+        empty.checked(&eager(), &layer(), PREPARED).unwrap();
         // The same, with weights that arrived as no tensor: still a forward pass on this rank, as on the others.
         let nothing = Dispatch { recv_topk_weights: None, ..empty };
-        let nothing = nothing.check(&eager(), &layer(), PREPARED).unwrap();
+        let nothing = nothing.checked(&eager(), &layer(), PREPARED).unwrap();
         assert_eq!(nothing.recv_topk_weights.unwrap().shape.sizes(), [0]);
         let mut call = DispatchBwd { g_recv_topk_weights: None, ..dispatch_bwd() };
         call.grad = view("grad", DType::BFloat16, &[0, 512]);
-        let call = call.check(&eager(), &layer(), PREPARED).unwrap();
+        let call = call.checked(&eager(), &layer(), PREPARED).unwrap();
         assert_eq!(call.g_recv_topk_weights.unwrap().shape.sizes(), [0]);
         // Exactly the step's total fits; one row less, in any call, does not.
         let total = |recv_total| Prepared { recv_total: Some(recv_total), ..PREPARED };
@@ -967,10 +1002,10 @@ mod tests {
         let combine_bwd = CombineBwd { grad_expert_out: rows("grad_expert_out"), ..combine_bwd() };
         let texts = |total| {
             [
-                dispatch.check(&eager(), &layer(), total).err(),
-                combine_37.check(&eager(), total).err(),
-                dispatch_bwd_37.check(&eager(), &layer(), total).err(),
-                combine_bwd.check(&eager(), total).err(),
+                dispatch.checked(&eager(), &layer(), total).err(),
+                combine_37.checked(&eager(), total).err(),
+                dispatch_bwd_37.checked(&eager(), &layer(), total).err(),
+                combine_bwd.checked(&eager(), total).err(),
             ]
             .map(|error| error.map(|error| error.to_string()))
         };
@@ -986,11 +1021,11 @@ mod tests {
         let beyond = &[4 * 64 * 2 + 1, 512];
         let mut call = combine();
         call.expert_out = view("expert_out", DType::BFloat16, beyond);
-        call.check(&eager(), PREPARED).unwrap();
+        call.checked(&eager(), PREPARED).unwrap();
         let mut call = dispatch_bwd();
         call.grad = view("grad", DType::BFloat16, beyond);
         call.g_recv_topk_weights = Some(view("g_recv_topk_weights", DType::Float32, &beyond[..1]));
-        let text = call.check(&eager(), &layer(), PREPARED).unwrap_err().to_string();
+        let text = call.checked(&eager(), &layer(), PREPARED).unwrap_err().to_string();
         assert!(
             text.starts_with("grad must have at most ep_size * max_tokens_per_rank * num_topk rows, 512"),
             "{text}"
@@ -998,7 +1033,7 @@ mod tests {
         let mut call = dispatch_bwd();
         call.grad = view("grad", DType::BFloat16, &[37, 512]);
         call.g_recv_topk_weights = Some(view("g_recv_topk_weights", DType::Float32, &[36]));
-        let text = call.check(&eager(), &layer(), PREPARED).unwrap_err().to_string();
+        let text = call.checked(&eager(), &layer(), PREPARED).unwrap_err().to_string();
         assert_eq!(text, "g_recv_topk_weights must have an entry for each row of grad, 37, got 36");
     }
 }

@@ -268,7 +268,9 @@ impl Progress {
 
     /// Notes that this rank makes a call; returns the call's number, from 1.
     pub(crate) fn enter(&self, step: Step) -> u64 {
-        let number = self.calls.fetch_add(1, Ordering::Relaxed) + 1;
+        // The group's lock lets one thread in at a time.
+        let number = self.calls.load(Ordering::Relaxed) + 1;
+        self.calls.store(number, Ordering::Relaxed);
         if let Some(shared) = &self.shared {
             let record = shared.record(self.own);
             record[RING + number as usize % RING_WORDS].store(number << 32 | u64::from(step.pack()), Ordering::Relaxed);

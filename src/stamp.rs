@@ -5,7 +5,6 @@
 use crate::config::{LayerConfig, MAX_TOP_K, SlabAlignment};
 use crate::dtype::DType;
 use crate::ops::Prepared;
-use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// Bytes in front of NCCL EP's part of the handle memory: one unit of its alignment.
 pub(crate) const STAMP_BYTES: usize = 256;
@@ -27,9 +26,18 @@ pub(crate) struct Stamp(pub(crate) [u32; 2]);
 const CHECK_SHIFT: u32 = 11;
 
 fn check(description: u32, num_tokens: u32, group: u64) -> u32 {
-    let mut hasher = DefaultHasher::new();
-    ("nvte-ep stamp 1", description, num_tokens, group).hash(&mut hasher);
-    (hasher.finish() as u32) << CHECK_SHIFT
+    let words = u64::from(num_tokens) << 32 | u64::from(description);
+    (mix(words ^ mix(group ^ TAG)) as u32) << CHECK_SHIFT
+}
+
+/// "nvte-ep1".
+const TAG: u64 = u64::from_be_bytes(*b"nvte-ep1");
+
+/// Every bit of the result depends on every bit of `word` (the finalizer of MurmurHash3).
+const fn mix(mut word: u64) -> u64 {
+    word = (word ^ word >> 33).wrapping_mul(0xFF51_AFD7_ED55_8CCD);
+    word = (word ^ word >> 33).wrapping_mul(0xC4CE_B9FE_1A85_EC53);
+    word ^ word >> 33
 }
 
 impl Stamp {

@@ -145,7 +145,7 @@ impl SymmPool {
             free.insert(offset + wanted, length - wanted);
         }
         region.live.insert(offset, wanted);
-        let window = Window { handle: region.window, offset };
+        let window = Window::new(region.window, offset).expect("a segment has a window");
         self.note(("take", bytes));
         self.peak = self.peak.max(self.statistics().in_use);
         Ok(Place { address: base + offset, window, room: wanted })
@@ -250,7 +250,7 @@ impl SymmPool {
     /// # Errors
     /// The found bounds, in words.
     pub fn place_in(&self, window: Window) -> std::result::Result<Option<Place>, String> {
-        let Some((base, region)) = self.regions.iter().find(|(_, region)| region.window == window.handle) else {
+        let Some((base, region)) = self.regions.iter().find(|(_, region)| region.window == window.handle()) else {
             return Ok(None);
         };
         match region.place(base.saturating_add(window.offset), window.offset) {
@@ -286,7 +286,7 @@ impl Region {
     fn place(&self, address: u64, offset: u64) -> Option<Place> {
         let (start, bytes) = self.live.range(..=offset).next_back()?;
         let room = (start + bytes).checked_sub(offset).filter(|room| *room > 0)?;
-        Some(Place { address, window: Window { handle: self.window, offset }, room })
+        Some(Place { address, window: Window::new(self.window, offset)?, room })
     }
 }
 
@@ -378,7 +378,7 @@ mod tests {
         }
         pool.check_unregistered(0x2000_2000, 8192).unwrap();
         let place = pool.place_of(0x2000_0100).unwrap();
-        assert_eq!((place.window, place.room), (Window { handle: 9, offset: 0x100 }, 8192 - 0x100));
+        assert_eq!((place.window, place.room), (Window::new(9, 0x100).unwrap(), 8192 - 0x100));
         assert_eq!(pool.statistics().registered, 1);
         assert!(pool.remove_registered(0x1000_0000).is_err(), "the pool's own");
         assert_eq!(pool.registered(0x2000_0000).unwrap().0, 9);
@@ -387,7 +387,7 @@ mod tests {
         pool.remove_registered(0x2000_0000).unwrap();
         assert!(pool.remove_registered(0x2000_0000).is_err());
         assert_eq!(pool.place_of(0x2000_0100), None);
-        assert_eq!(pool.place_in(Window { handle: 9, offset: 0 }), Ok(None));
+        assert_eq!(pool.place_in(Window::new(9, 0).unwrap()), Ok(None));
     }
 
     #[test]
@@ -400,7 +400,7 @@ mod tests {
             let first = pool.take(SEGMENT).unwrap();
             let second = pool.take(1024).unwrap();
             pool.give_back(first.address).unwrap();
-            assert_eq!(second.window.handle, 2, "the segments' order decides, not their addresses");
+            assert_eq!(second.window.handle(), 2, "the segments' order decides, not their addresses");
             pool.take(last).unwrap();
             pool.history()
         };

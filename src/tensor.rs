@@ -4,6 +4,7 @@
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use std::fmt;
+use std::num::NonZero;
 
 /// Most dimensions a tensor has.
 pub const MAX_DIMS: usize = 15;
@@ -15,15 +16,40 @@ const KEPT: usize = 3;
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     sizes: [usize; KEPT],
-    ndim: u32,
-    /// Product of all sizes, if it fits.
-    numel: Option<usize>,
+    /// Product of all sizes; [`TOO_MANY`] if it does not fit.
+    numel: usize,
+    ndim: usize,
 }
+
+/// Elements that no memory holds.
+const TOO_MANY: usize = usize::MAX;
 
 impl Shape {
     /// The shape with these sizes; none when there are more than [`MAX_DIMS`].
+    #[inline(always)]
     #[must_use]
     pub fn new(sizes: &[usize]) -> Option<Self> {
+        // The parts are put together once, behind the match: each in a register on its way to the caller's place.
+        let ([first, second, third], numel) = match *sizes {
+            [length] => ([length, 0, 0], length),
+            [rows, columns] => ([rows, columns, 0], rows.checked_mul(columns).unwrap_or(TOO_MANY)),
+            _ => {
+                let Self { sizes, numel, .. } = Self::of_any(sizes)?;
+                (sizes, numel)
+            }
+        };
+        Some(Self { sizes: [first, second, third], numel, ndim: sizes.len() })
+    }
+
+    /// The shape of a vector.
+    #[inline]
+    #[must_use]
+    pub const fn vector(length: usize) -> Self {
+        Self { sizes: [length, 0, 0], numel: length, ndim: 1 }
+    }
+
+    #[inline(never)]
+    fn of_any(sizes: &[usize]) -> Option<Self> {
         if sizes.len() > MAX_DIMS {
             return None;
         }
@@ -31,32 +57,35 @@ impl Shape {
         kept.iter_mut().zip(sizes).for_each(|(kept, size)| *kept = *size);
         let empty = sizes.contains(&0).then_some(0);
         let numel = empty.or_else(|| sizes.iter().try_fold(1usize, |product, &size| product.checked_mul(size)));
-        Some(Self { sizes: kept, ndim: sizes.len() as u32, numel })
+        Some(Self { sizes: kept, numel: numel.unwrap_or(TOO_MANY), ndim: sizes.len() })
     }
 
     /// Number of dimensions.
+    #[inline]
     #[must_use]
     pub fn ndim(&self) -> usize {
-        self.ndim as usize
+        self.ndim
     }
 
     /// The sizes of a matrix or a vector; of more dimensions the first three.
+    #[inline]
     #[must_use]
     pub fn sizes(&self) -> &[usize] {
         &self.sizes[..self.ndim().min(KEPT)]
     }
 
     /// Product of the sizes; none when it does not fit.
+    #[inline]
     #[must_use]
     pub fn numel(&self) -> Option<usize> {
-        self.numel
+        (self.numel != TOO_MANY).then_some(self.numel)
     }
 
-    /// The same with another first size.
-    fn with_first(&self, size: usize) -> Self {
-        let mut sizes = self.sizes;
-        sizes[0] = size;
-        Self::new(&sizes[..self.ndim().min(KEPT)]).expect("no more dimensions than before")
+    /// Makes the first size a smaller one; of a matrix or a vector.
+    #[inline]
+    fn cut_first(&mut self, size: usize) {
+        self.sizes[0] = size;
+        self.numel = if self.ndim == 1 { size } else { size * self.sizes[1] };
     }
 }
 
@@ -71,10 +100,31 @@ impl fmt::Debug for Shape {
 /// A place in symmetric memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
-    /// NCCL's window handle, as its address; never 0.
-    pub handle: usize,
+    /// NCCL's window handle, as its address.
+    handle: NonZero<usize>,
     /// Bytes from the window's start.
     pub offset: u64,
+}
+
+const _: () = assert!(size_of::<Option<Window>>() == 16, "a call copies many of them");
+
+impl Window {
+    /// The place at `offset` in the window with the handle `handle`; none for 0, which is no window.
+    #[inline]
+    #[must_use]
+    pub const fn new(handle: usize, offset: u64) -> Option<Self> {
+        match NonZero::new(handle) {
+            Some(handle) => Some(Self { handle, offset }),
+            None => None,
+        }
+    }
+
+    /// NCCL's window handle, as its address.
+    #[inline]
+    #[must_use]
+    pub const fn handle(self) -> usize {
+        self.handle.get()
+    }
 }
 
 /// The block scales of a tensor: one row of scales for each row of data.
@@ -114,6 +164,7 @@ const SCALES: &str = ".rowwise_scale_inv";
 const ROW_ALIGNMENT: u64 = 16;
 
 impl TensorView {
+    #[cold]
     fn refuse(&self, required: impl Into<String>, found: impl fmt::Display) -> Error {
         Error::argument(self.name, required, found)
     }
@@ -122,6 +173,7 @@ impl TensorView {
     ///
     /// # Errors
     /// Other numbers of dimensions; `layout` names the two in the message.
+    #[inline]
     pub fn matrix(&self, layout: &str) -> Result<(usize, usize)> {
         match *self.shape.sizes() {
             [rows, columns] => Ok((rows, columns)),
@@ -133,6 +185,7 @@ impl TensorView {
     ///
     /// # Errors
     /// Other numbers of dimensions; `layout` names the one in the message.
+    #[inline]
     pub fn vector(&self, layout: &str) -> Result<usize> {
         match *self.shape.sizes() {
             [length] => Ok(length),
@@ -140,22 +193,30 @@ impl TensorView {
         }
     }
 
+    #[cold]
     fn wrong_ndim(&self, ndim: usize, layout: &str) -> Error {
         self.refuse(format!("must be {ndim}D {layout}"), format!("{}D {:?}", self.shape.ndim(), self.shape))
     }
 
     /// # Errors
     /// A data type that is not among `accepted`.
+    #[inline]
     pub fn require_dtype(&self, accepted: &[DType]) -> Result<()> {
         if accepted.contains(&self.dtype) {
             return Ok(());
         }
+        Err(self.wrong_dtype(accepted))
+    }
+
+    #[cold]
+    fn wrong_dtype(&self, accepted: &[DType]) -> Error {
         let names: Vec<_> = accepted.iter().map(DType::to_string).collect();
-        Err(self.refuse(format!("must have dtype {}", names.join(" or ")), self.dtype))
+        self.refuse(format!("must have dtype {}", names.join(" or ")), self.dtype)
     }
 
     /// # Errors
     /// A data type other than that of `other`.
+    #[inline]
     pub fn require_dtype_of(&self, other: &Self) -> Result<()> {
         if self.dtype == other.dtype {
             return Ok(());
@@ -176,41 +237,42 @@ impl TensorView {
     ///
     /// # Panics
     /// If they do not fit memory: `ffi::view` admits no such tensor.
+    #[inline]
     #[must_use]
     pub fn byte_len(&self) -> u64 {
         self.dtype.bytes(self.shape.numel().expect("a tensor's size fits memory")) as u64
     }
 
     /// # Errors
-    /// A tensor with elements but neither data nor window, or one off a multiple of `alignment` bytes.
+    /// A tensor with elements but neither data nor window, or one off a multiple of `alignment` bytes, a power of two.
+    #[inline]
     pub fn require_storage(&self, alignment: u64) -> Result<()> {
-        if self.shape.numel() == Some(0) {
+        let at = self.window.map_or(self.data, |window| window.offset);
+        let is_there = self.window.is_some() || self.data != 0;
+        if self.shape.numel() == Some(0) || is_there && at & (alignment - 1) == 0 {
             return Ok(());
         }
+        Err(self.unfit_storage(alignment))
+    }
+
+    #[cold]
+    fn unfit_storage(&self, alignment: u64) -> Error {
         if let Some(window) = self.window {
-            return if window.offset.is_multiple_of(alignment) {
-                Ok(())
-            } else {
-                let required = format!("must be a multiple of {alignment} bytes");
-                Err(Error::argument(self.window_field("offset"), required, window.offset))
-            };
+            let required = format!("must be a multiple of {alignment} bytes");
+            return Error::argument(self.window_field("offset"), required, window.offset);
         }
         if self.data == 0 {
-            return Err(
-                self.refuse("must have data (only a tensor without elements may have none)", "a NULL data pointer")
-            );
+            return self.refuse("must have data (only a tensor without elements may have none)", "a NULL data pointer");
         }
-        if !self.data.is_multiple_of(alignment) {
-            let found = format!("address {:#x}", self.data);
-            return Err(self.refuse(format!("must start at a multiple of {alignment} bytes"), found));
-        }
-        Ok(())
+        let found = format!("address {:#x}", self.data);
+        self.refuse(format!("must start at a multiple of {alignment} bytes"), found)
     }
 
     /// As [`TensorView::require_storage`] for rows that kernels copy.
     ///
     /// # Errors
     /// As there.
+    #[inline]
     pub fn require_row_storage(&self) -> Result<()> {
         self.require_storage(ROW_ALIGNMENT)
     }
@@ -219,19 +281,20 @@ impl TensorView {
     ///
     /// # Errors
     /// As there.
+    #[inline]
     pub fn require_element_storage(&self) -> Result<()> {
         self.require_storage(self.dtype.bytes(1) as u64)
     }
 
-    /// The same tensor cut to its first `rows` rows.
+    /// Cuts the tensor to its first `rows` rows.
     ///
     /// # Panics
-    /// If it has no dimension or fewer rows: callers check first.
-    #[must_use]
-    pub fn first_rows(mut self, rows: usize) -> Self {
-        assert!(self.shape.sizes().first().is_some_and(|&have| have >= rows), "rows were checked before");
-        self.shape = self.shape.with_first(rows);
-        self
+    /// If it is no matrix or vector, or has fewer rows: callers check first.
+    #[inline]
+    pub fn cut_rows(&mut self, rows: usize) {
+        let ([have] | [have, _]) = *self.shape.sizes() else { panic!("dimensions were checked before") };
+        assert!(have >= rows, "rows were checked before");
+        self.shape.cut_first(rows);
     }
 
     /// Part of a byte tensor.
@@ -241,8 +304,8 @@ impl TensorView {
     #[must_use]
     pub fn bytes(mut self, offset: usize, length: usize) -> Self {
         assert!(self.dtype == DType::Byte, "the dtype was checked before");
-        self = self.first_rows(offset + length);
-        self.shape = self.shape.with_first(length);
+        self.cut_rows(offset + length);
+        self.shape.cut_first(length);
         self.data += offset as u64;
         self
     }
@@ -303,9 +366,9 @@ pub(crate) mod tests {
         tensor.require_element_storage().unwrap();
         tensor.data = 0;
         assert!(tensor.require_row_storage().unwrap_err().to_string().contains("NULL data pointer"));
-        tensor.window = Some(Window { handle: 1, offset: 4096 });
+        tensor.window = Window::new(1, 4096);
         tensor.require_row_storage().unwrap();
-        tensor.window = Some(Window { handle: 1, offset: 8 });
+        tensor.window = Window::new(1, 8);
         assert_eq!(
             tensor.require_row_storage().unwrap_err().to_string(),
             "tokens_win.offset must be a multiple of 16 bytes, got 8"
@@ -320,6 +383,8 @@ pub(crate) mod tests {
 
     #[test]
     fn cut_to_rows() {
-        assert_eq!(view("grad", DType::Float32, &[9, 4]).first_rows(5).shape.sizes(), [5, 4]);
+        let mut grad = view("grad", DType::Float32, &[9, 4]);
+        grad.cut_rows(5);
+        assert_eq!((grad.shape.sizes(), grad.byte_len()), (&[5, 4][..], 80));
     }
 }

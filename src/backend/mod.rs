@@ -17,7 +17,7 @@ use crate::env::{Env, RuntimeKind};
 use crate::error::{Error, Result};
 use crate::handle_cache::{Entry, HandleCache, HandleKey, Lookup};
 use crate::memory::GroupMemory;
-use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Payloads, Prepare, Prepared};
+use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Payloads, Prepare, Prepared, scales_of};
 use crate::options::Options;
 use crate::preflight::{self, GroupVariables, Place};
 use crate::progress::{Call, Progress, Step};
@@ -29,23 +29,52 @@ use crate::sys::{self, Base, NcclEpLibrary};
 use crate::tensor::{Shape, TensorView, Window};
 use agreement::{Kind, Meeting, Statement};
 use nvte_ep_bindings as b;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 use residency::{Fit, Residency};
 use rustc_hash::FxHashMap;
-use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use symm::Symm;
 use topk_idx::IndexCopier;
-use watch::{Watch, Watched};
+use watch::Watch;
 
-type Slot = Arc<Mutex<Option<Backend>>>;
+/// The place of one device's group. Slots are made at the first initialize of a device and never removed, so a call finds
+/// its own without a lock.
+struct Slot {
+    device: i32,
+    group: Mutex<Option<Live>>,
+    next: OnceLock<Box<Slot>>,
+}
 
-/// Slots are made at the first initialize of a device and never removed. Nothing is torn down at process exit: the
-/// libraries below may be gone by then.
-static REGISTRY: Mutex<BTreeMap<i32, Slot>> = Mutex::new(BTreeMap::new());
+/// A group and the watch over its calls.
+struct Live {
+    watch: Watch,
+    backend: Backend,
+}
+
+/// Nothing is torn down at process exit: the libraries below may be gone by then.
+static FIRST_SLOT: OnceLock<Box<Slot>> = OnceLock::new();
+
+impl Slot {
+    fn all() -> impl Iterator<Item = &'static Self> {
+        std::iter::successors(FIRST_SLOT.get(), |slot| slot.next.get()).map(Box::as_ref)
+    }
+
+    /// The slot of `device`, made if there is none.
+    fn of(device: i32) -> &'static Self {
+        let mut place = &FIRST_SLOT;
+        loop {
+            let new = || Box::new(Self { device, group: Mutex::new(None), next: OnceLock::new() });
+            let slot = place.get_or_init(new);
+            if slot.device == device {
+                return slot;
+            }
+            place = &slot.next;
+        }
+    }
+}
 
 /// A layer's routing: which it is, and the memory that holds it.
 #[derive(Debug, Clone, Copy)]
@@ -101,7 +130,6 @@ struct Backend {
     handles: HandleCache<nccl_ep::Handle>,
     /// Tells this group's stamps from those of another time.
     epoch: u64,
-    watch: Watch,
     residency: Residency,
     /// The stream of the last call, which is one of the group's device.
     stream: Option<Stream>,
@@ -199,13 +227,12 @@ pub unsafe fn initialize(comm: Communicator, request: GroupRequest, options: &Op
     let comm_facts = unsafe { base.nccl.comm_facts(comm.as_raw()) }?;
     preflight::communicator(&comm_facts, config.ep_size, device)?;
     // Held over the whole creation: a second initialize, or a shutdown, of this device waits for its outcome.
-    let slot = REGISTRY.lock().entry(device).or_default().clone();
-    let mut backend = slot.lock();
-    if backend.is_some() {
+    let mut group = Slot::of(device).group.lock();
+    if group.is_some() {
         return Err(Error::AlreadyInitialized { device });
     }
     // SAFETY: as above, and the communicator's device is current.
-    *backend = Some(unsafe { Backend::create(base, env, device, comm, comm_facts, config, options) }?);
+    *group = Some(unsafe { Backend::create(base, env, device, comm, comm_facts, config, options) }?);
     fork::mark_parent();
     tracing::info!(target: "nvte_ep", device, ?config, rank = comm_facts.rank, "EP group created");
     Ok(())
@@ -217,31 +244,33 @@ pub unsafe fn initialize(comm: Communicator, request: GroupRequest, options: &Op
 /// [`Error::NotInitialized`].
 pub fn current_group() -> Result<EpGroup> {
     fork::require_parent()?;
-    let registry = REGISTRY.lock();
     // Without any slot there was no initialize, and perhaps there is no CUDA either.
-    let Some(base) = (!registry.is_empty()).then(sys::loaded_base).flatten() else {
+    let Some(base) = FIRST_SLOT.get().and_then(|_| sys::loaded_base()) else {
         return Err(Error::NotInitialized { device: None, initialized: Vec::new() });
     };
     let device = base.cuda.current_device()?;
-    match registry.get(&device) {
-        Some(slot) => Ok(EpGroup { device, slot: slot.clone() }),
-        None => {
-            // A slot that is locked is at work, so it has a group.
-            let initialized = |slot: &Slot| slot.try_lock().is_none_or(|backend| backend.is_some());
-            let initialized =
-                registry.iter().filter(|(_, slot)| initialized(slot)).map(|(device, _)| *device).collect();
-            Err(Error::NotInitialized { device: Some(device), initialized })
-        }
+    match Slot::all().find(|slot| slot.device == device) {
+        Some(slot) => Ok(EpGroup(slot)),
+        None => Err(no_group_on(device)),
     }
+}
+
+#[cold]
+fn no_group_on(device: i32) -> Error {
+    // A slot that is locked is at work, so it has a group.
+    let has_group = |slot: &&Slot| slot.group.try_lock().is_none_or(|group| group.is_some());
+    let mut initialized: Vec<i32> = Slot::all().filter(has_group).map(|slot| slot.device).collect();
+    initialized.sort_unstable();
+    Error::NotInitialized { device: Some(device), initialized }
 }
 
 /// Tells the ranks that wait for this one that its call `name` failed with `error`, if the current device has a group.
 pub(crate) fn tell_failure(name: &str, error: &Error) {
     let Ok(group) = current_group() else { return };
     // A slot at work has another thread's call in it.
-    let Some(mut slot) = group.slot.try_lock() else { return };
-    if let Some(backend) = slot.as_mut() {
-        backend.watch.share().failed(name, error);
+    let Some(group) = group.0.group.try_lock() else { return };
+    if let Some(live) = group.as_ref() {
+        live.watch.failed(name, error);
     }
 }
 
@@ -254,11 +283,11 @@ pub fn shutdown() -> Result<()> {
     if fork::is_child() {
         return Ok(());
     }
-    let slots: Vec<(i32, Slot)> = REGISTRY.lock().iter().map(|(device, slot)| (*device, slot.clone())).collect();
+    let slots: Vec<&Slot> = Slot::all().collect();
     // The lock is kept until all is destroyed: who comes next finds the device free, not half torn down.
-    let end = |(device, slot): &(i32, Slot)| {
-        let mut backend = slot.lock();
-        backend.take().map_or(Vec::new(), |backend| backend.destroy(*device))
+    let end = |slot: &Slot| {
+        let mut group = slot.group.lock();
+        group.take().map_or(Vec::new(), |live| live.destroy(slot.device))
     };
     let failures: Vec<String> = match slots.as_slice() {
         [one] => end(one),
@@ -280,27 +309,22 @@ pub fn shutdown() -> Result<()> {
 }
 
 /// Access to the EP group of one device.
-pub struct EpGroup {
-    device: i32,
-    slot: Slot,
-}
+pub struct EpGroup(&'static Slot);
 
 impl EpGroup {
-    fn lock(&self) -> Result<Locked<'_>> {
-        let guard = self.slot.lock();
-        if guard.is_some() {
-            return Ok(Locked(guard));
-        }
-        Err(Error::NotInitialized { device: Some(self.device), initialized: Vec::new() })
+    #[inline]
+    fn lock(&self) -> Result<MappedMutexGuard<'static, Live>> {
+        MutexGuard::try_map(self.0.group.lock(), Option::as_mut)
+            .map_err(|_| Error::NotInitialized { device: Some(self.0.device), initialized: Vec::new() })
     }
 
     /// A collective call: refused where the group is at its end.
-    fn watched<T>(&self, body: impl FnOnce(&mut Backend, &Watched) -> Result<T>) -> Result<T> {
+    #[inline]
+    fn watched<T>(&self, body: impl FnOnce(&mut Backend, &mut Watch) -> Result<T>) -> Result<T> {
         let mut locked = self.lock()?;
-        let backend = locked.backend();
-        let watch = backend.watch.share();
+        let Live { watch, backend } = &mut *locked;
         watch.require_alive()?;
-        body(backend, &watch).map_err(|error| backend.explain(error))
+        body(backend, watch).map_err(|error| backend.explain(error))
     }
 
     /// Registers a layer; host only. Returns its id, never 0 and never given out twice, and the bytes of handle memory
@@ -309,7 +333,7 @@ impl EpGroup {
     /// # Errors
     /// A layer that does not fit the group, or more layers than `NVTE_EP_HANDLE_CACHE_SIZE`.
     pub fn register_layer(&self, config: LayerConfig) -> Result<(u64, usize)> {
-        self.lock()?.backend().register_layer(config)
+        self.lock()?.backend.register_layer(config)
     }
 
     /// Bytes of handle memory that `layer` needs, for handles that go by their address; host only.
@@ -317,7 +341,7 @@ impl EpGroup {
     /// # Errors
     /// A layer that does not fit the group.
     pub fn handle_mem_size(&self, layer: LayerConfig) -> Result<usize> {
-        Ok(self.lock()?.backend().layer_of(layer)?.mem_bytes())
+        Ok(self.lock()?.backend.layer_of(layer)?.mem_bytes())
     }
 
     /// Exchanges the routing of one step and fills the layer's handle; collective, queued on `stream`.
@@ -340,7 +364,7 @@ impl EpGroup {
         })
     }
 
-    /// [`EpGroup::prepare`] and [`EpGroup::dispatch`], both checked before either is queued (in eager mode all but the
+    /// [`EpGroup::prepare`] and [`EpGroup::dispatch`] of `call`, both checked before either is queued (in eager mode all but the
     /// rows of the receive side, which the step itself tells).
     ///
     /// # Errors
@@ -353,7 +377,7 @@ impl EpGroup {
         handle: &HandleRef,
         claim: LayerClaim,
         prepare: &Prepare,
-        dispatch: &Dispatch,
+        call: &mut Dispatch,
         stream: Stream,
     ) -> Result<()> {
         self.watched(|backend, watch| {
@@ -362,37 +386,42 @@ impl EpGroup {
             let layer = backend.claimed_layer(handle, claim)?;
             let mut prepared = prepare.check(&backend.config, &layer.config)?;
             backend.check_prepare_memory(prepare)?;
-            let dispatch = backend.find_scales(*dispatch);
-            let mut call = dispatch.check(&backend.config, &layer.config, prepared)?;
-            backend.settle_memory(&mut call)?;
+            backend.find_scales(call);
+            let is_eager = backend.config.recv_capacity == RecvCapacity::Eager;
+            let given = is_eager.then_some(*call);
+            call.check(&backend.config, &layer.config, prepared)?;
+            backend.settle_memory(call)?;
             // SAFETY: passed on.
             unsafe { backend.prepare(watch, handle, &layer, prepare, prepared, (stream, state)) }?;
-            if backend.config.recv_capacity == RecvCapacity::Eager {
+            if let Some(given) = given {
                 // Only now is the total known that the receive side has to hold.
                 // SAFETY: passed on.
                 prepared = unsafe { backend.with_total(handle, prepared, (stream, state)) }?;
-                call = dispatch.check(&backend.config, &layer.config, prepared)?;
-                backend.settle_memory(&mut call)?;
+                *call = given;
+                call.check(&backend.config, &layer.config, prepared)?;
+                backend.settle_memory(call)?;
             }
             let step = call.step(&layer.config);
             let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
             // SAFETY: passed on.
-            let queue = || unsafe { group.dispatch(&entry.handle, &call, stream) };
+            let queue = || unsafe { group.dispatch(&entry.handle, call, stream) };
             // SAFETY: passed on.
             unsafe { watch.queue(step, stream, state, queue) }
         })
     }
 
-    /// One operation over a prepared layer: its rules, then its handle, then the call.
+    /// One operation over a prepared layer: its rules, then its handle, then the call. The checks leave `call` as NCCL EP gets
+    /// it: cut to the rows that count, and by address where no peer reaches.
     ///
     /// # Safety
     /// As [`EpGroup::prepare`].
     unsafe fn replay<C: Payloads>(
         &self,
         handle: &HandleRef,
+        call: &mut C,
         stream: Stream,
-        check: impl FnOnce(&Backend, &LayerConfig, Prepared) -> Result<C>,
-        run: impl FnOnce(&nccl_ep::Group, &nccl_ep::Handle, C) -> Result<()>,
+        check: impl FnOnce(&mut C, &GroupConfig, &LayerConfig, Prepared) -> Result<()>,
+        run: impl FnOnce(&nccl_ep::Group, &nccl_ep::Handle, &C) -> Result<()>,
     ) -> Result<()> {
         self.watched(|backend, watch| {
             // SAFETY: passed on.
@@ -403,8 +432,9 @@ impl EpGroup {
                 // SAFETY: passed on.
                 prepared = unsafe { backend.with_total(handle, prepared, (stream, state)) }?;
             }
-            let mut call = check(backend, &layer.config, prepared)?;
-            backend.settle_memory(&mut call)?;
+            backend.find_scales(call);
+            check(call, &backend.config, &layer.config, prepared)?;
+            backend.settle_memory(call)?;
             let step = call.step(&layer.config);
             let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
             // SAFETY: passed on.
@@ -419,13 +449,13 @@ impl EpGroup {
     ///
     /// # Safety
     /// As [`EpGroup::prepare`].
-    pub unsafe fn dispatch(&self, handle: &HandleRef, call: &Dispatch, stream: Stream) -> Result<()> {
-        let run = |group: &nccl_ep::Group, handle: &nccl_ep::Handle, call: Dispatch| {
+    pub unsafe fn dispatch(&self, handle: &HandleRef, call: &mut Dispatch, stream: Stream) -> Result<()> {
+        let run = |group: &nccl_ep::Group, handle: &nccl_ep::Handle, call: &Dispatch| {
             // SAFETY: the caller vouches for tensors and stream.
-            unsafe { group.dispatch(handle, &call, stream) }
+            unsafe { group.dispatch(handle, call, stream) }
         };
         // SAFETY: passed on.
-        unsafe { self.replay(handle, stream, |b, l, p| b.find_scales(*call).check(&b.config, l, p), run) }
+        unsafe { self.replay(handle, call, stream, Dispatch::check, run) }
     }
 
     /// Sums each token's rows back on its own rank; unweighted.
@@ -435,13 +465,13 @@ impl EpGroup {
     ///
     /// # Safety
     /// As [`EpGroup::prepare`].
-    pub unsafe fn combine(&self, handle: &HandleRef, call: &Combine, stream: Stream) -> Result<()> {
-        let run = |group: &nccl_ep::Group, handle: &nccl_ep::Handle, call: Combine| {
+    pub unsafe fn combine(&self, handle: &HandleRef, call: &mut Combine, stream: Stream) -> Result<()> {
+        let run = |group: &nccl_ep::Group, handle: &nccl_ep::Handle, call: &Combine| {
             // SAFETY: the caller vouches for tensors and stream.
-            unsafe { group.combine(handle, &call, stream) }
+            unsafe { group.combine(handle, call, stream) }
         };
         // SAFETY: passed on.
-        unsafe { self.replay(handle, stream, |b, _, p| call.check(&b.config, p), run) }
+        unsafe { self.replay(handle, call, stream, |c, g, _, p| c.check(g, p), run) }
     }
 
     /// Gradient of [`EpGroup::dispatch`].
@@ -451,13 +481,13 @@ impl EpGroup {
     ///
     /// # Safety
     /// As [`EpGroup::prepare`].
-    pub unsafe fn dispatch_bwd(&self, handle: &HandleRef, call: &DispatchBwd, stream: Stream) -> Result<()> {
-        let run = |group: &nccl_ep::Group, handle: &nccl_ep::Handle, call: DispatchBwd| {
+    pub unsafe fn dispatch_bwd(&self, handle: &HandleRef, call: &mut DispatchBwd, stream: Stream) -> Result<()> {
+        let run = |group: &nccl_ep::Group, handle: &nccl_ep::Handle, call: &DispatchBwd| {
             // SAFETY: the caller vouches for tensors and stream.
-            unsafe { group.dispatch_bwd(handle, &call, stream) }
+            unsafe { group.dispatch_bwd(handle, call, stream) }
         };
         // SAFETY: passed on.
-        unsafe { self.replay(handle, stream, |b, l, p| call.check(&b.config, l, p), run) }
+        unsafe { self.replay(handle, call, stream, DispatchBwd::check, run) }
     }
 
     /// Gradient of [`EpGroup::combine`].
@@ -467,13 +497,13 @@ impl EpGroup {
     ///
     /// # Safety
     /// As [`EpGroup::prepare`].
-    pub unsafe fn combine_bwd(&self, handle: &HandleRef, call: &CombineBwd, stream: Stream) -> Result<()> {
-        let run = |group: &nccl_ep::Group, handle: &nccl_ep::Handle, call: CombineBwd| {
+    pub unsafe fn combine_bwd(&self, handle: &HandleRef, call: &mut CombineBwd, stream: Stream) -> Result<()> {
+        let run = |group: &nccl_ep::Group, handle: &nccl_ep::Handle, call: &CombineBwd| {
             // SAFETY: the caller vouches for tensors and stream.
-            unsafe { group.combine_bwd(handle, &call, stream) }
+            unsafe { group.combine_bwd(handle, call, stream) }
         };
         // SAFETY: passed on.
-        unsafe { self.replay(handle, stream, |b, _, p| b.find_scales(*call).check(&b.config, p), run) }
+        unsafe { self.replay(handle, call, stream, |c, g, _, p| c.check(g, p), run) }
     }
 }
 
@@ -488,7 +518,7 @@ impl EpGroup {
     pub unsafe fn recv_totals(&self, mem: &TensorView, stream: Stream) -> Result<RecvTotals> {
         let mut locked = self.lock()?;
         // SAFETY: passed on.
-        unsafe { locked.backend().recv_totals(mem, stream) }
+        unsafe { locked.backend.recv_totals(mem, stream) }
     }
 
     /// Hands out `bytes` bytes of symmetric memory, at the same offset of the same window on every rank; collective, and
@@ -509,7 +539,7 @@ impl EpGroup {
     /// # Errors
     /// An address that it did not hand out, or that was given back already.
     pub fn symm_free(&self, address: u64) -> Result<()> {
-        self.lock()?.backend().symm.free(address)
+        self.lock()?.backend.symm.free(address)
     }
 
     /// Registers a caller's memory as a window; collective, and behind all queued work of all ranks.
@@ -545,7 +575,7 @@ impl EpGroup {
     /// # Errors
     /// [`Error::NotInitialized`].
     pub fn symmetric_place(&self, address: u64) -> Result<Option<symm_pool::Place>> {
-        Ok(self.lock()?.backend().symm.place_of(address))
+        Ok(self.lock()?.backend.symm.place_of(address))
     }
 
     /// Device memory of the group; host only.
@@ -554,7 +584,7 @@ impl EpGroup {
     /// [`Error::NotInitialized`].
     pub fn memory_usage(&self) -> Result<MemoryUsage> {
         let mut locked = self.lock()?;
-        let backend = locked.backend();
+        let backend = &mut locked.backend;
         let open: Vec<LayerConfig> = backend.handles.layers().collect();
         let mut handles = 0;
         for layer in &open {
@@ -570,15 +600,6 @@ impl EpGroup {
     }
 }
 
-/// A locked slot that holds a backend.
-struct Locked<'a>(MutexGuard<'a, Option<Backend>>);
-
-impl Locked<'_> {
-    fn backend(&mut self) -> &mut Backend {
-        self.0.as_mut().expect("EpGroup::lock checked it")
-    }
-}
-
 impl Backend {
     /// # Safety
     /// `comm` is live, outlives the backend, and its device, `device`, is current.
@@ -590,7 +611,7 @@ impl Backend {
         comm_facts: CommFacts,
         config: GroupConfig,
         options: &Options,
-    ) -> Result<Self> {
+    ) -> Result<Live> {
         let facts = base.cuda.device_facts(device)?;
         let nccl = base.nccl.version()?;
         let ready = || -> Result<(&'static NcclEpLibrary, IndexCopier)> {
@@ -670,7 +691,7 @@ impl Backend {
         let watch = Watch::start(base, device, progress, env.timeout, env.shutdown_timeout);
         meeting.watch(watch.share());
         static EPOCH: AtomicU64 = AtomicU64::new(0);
-        Ok(Self {
+        let backend = Self {
             symm: Symm::new(base, comm, device, options.symm_segment_bytes, env.timeout),
             base,
             env,
@@ -682,10 +703,10 @@ impl Backend {
             nccl_bytes: FxHashMap::default(),
             handles,
             epoch: EPOCH.fetch_add(1, Ordering::Relaxed),
-            watch,
             residency: Residency::new(device),
             stream: None,
-        })
+        };
+        Ok(Live { watch, backend })
     }
 
     /// Bytes that NCCL EP needs for a layer with `top_k` experts per token.
@@ -858,41 +879,52 @@ impl Backend {
 
     /// In the ABI whose windows have no place for scales, those of rows that lie in a window are looked up by their
     /// address.
-    fn find_scales<C: Payloads>(&self, mut call: C) -> C {
+    #[inline]
+    fn find_scales(&self, call: &mut impl Payloads) {
         for rows in call.payloads().into_iter().flatten() {
-            if let (Dialect::REGISTER_LAYER, Some(_), Some(scales)) =
-                (self.config.dialect, rows.window, &mut rows.scales)
-            {
+            let (Some(_), Some(scales)) = (rows.window, &mut rows.scales) else { continue };
+            if self.config.dialect == Dialect::REGISTER_LAYER {
                 scales.window = self.symm.place_of(scales.data).map(|place| place.window);
             }
         }
-        call
     }
 
     /// Checks where a call's tensors lie. Those that peers do not reach go by their addresses from here on: nothing is gained
     /// by a window there, and NCCL EP (0.1.0) does not look at all of them.
+    #[inline]
     fn settle_memory(&mut self, call: &mut impl Payloads) -> Result<()> {
         for (index, tensor) in call.payloads().into_iter().enumerate() {
-            let Some(tensor) = tensor else { continue };
-            let address = self.symm.check_window(tensor)?;
-            let scales = tensor.scale_tensor(crate::ops::scales_name(tensor));
-            let scales = match scales {
-                Some(scales) if scales.window.is_some() => self.symm.check_window(&scales)?,
-                Some(scales) => self.require_reachable(&scales).map(|()| None)?,
-                None => None,
-            };
-            if tensor.window.is_none() {
-                self.require_reachable(tensor)?;
+            match tensor {
+                Some(tensor) if tensor.window.is_some() || tensor.scales.is_some() => {
+                    self.settle(tensor, index == 0)?
+                }
+                Some(tensor) => self.require_reachable(tensor)?,
+                None => {}
             }
-            if index == 0 {
-                continue;
-            }
-            if let Some(address) = address {
-                (tensor.data, tensor.window) = (address, None);
-            }
-            if let (Some(address), Some(kept)) = (scales, &mut tensor.scales) {
-                (kept.data, kept.window) = (address, None);
-            }
+        }
+        Ok(())
+    }
+
+    /// Checks where a tensor with windows or scales lies.
+    #[inline(never)]
+    fn settle(&mut self, tensor: &mut TensorView, reached_by_peers: bool) -> Result<()> {
+        let address = self.symm.check_window(tensor)?;
+        let scales = match scales_of(tensor) {
+            Some(scales) if scales.window.is_some() => self.symm.check_window(&scales)?,
+            Some(scales) => self.require_reachable(&scales).map(|()| None)?,
+            None => None,
+        };
+        if tensor.window.is_none() {
+            self.require_reachable(tensor)?;
+        }
+        if reached_by_peers {
+            return Ok(());
+        }
+        if let Some(address) = address {
+            (tensor.data, tensor.window) = (address, None);
+        }
+        if let (Some(address), Some(kept)) = (scales, &mut tensor.scales) {
+            (kept.data, kept.window) = (address, None);
         }
         Ok(())
     }
@@ -972,7 +1004,7 @@ impl Backend {
     /// As [`EpGroup::prepare`].
     unsafe fn prepare(
         &mut self,
-        watch: &Watched,
+        watch: &mut Watch,
         handle: &HandleRef,
         layer: &Layer,
         call: &Prepare,
@@ -1000,9 +1032,9 @@ impl Backend {
             // SAFETY: the handle memory starts with room for the stamp and its counters.
             unsafe { cuda.zero(memory, COUNTERS_END, stream) }?;
             // SAFETY: the caller vouches for tensors and stream; the handle memory ends with room for the copy.
-            let topk_idx = unsafe { self.index_copier.copy(&call.topk_idx, copied, not_experts, experts, stream) }?;
+            unsafe { self.index_copier.copy(&call.topk_idx, copied, not_experts, experts, stream) }?;
             // SAFETY: as above.
-            unsafe { self.group.update(&entry.handle, &Prepare { topk_idx, ..*call }, &total, stream) }?;
+            unsafe { self.group.update(&entry.handle, (call, copied), &total, stream) }?;
             if let Some(wanted) = &call.total {
                 // SAFETY: the caller vouches for its total, which has the dtype of ours.
                 unsafe { cuda.copy(wanted.data, total.data, wanted.dtype.bytes(1), stream) }?;
@@ -1042,12 +1074,14 @@ impl Backend {
         }
         Ok((&self.group, self.handles.get_mut(handle.key).expect("ready or inserted")))
     }
+}
 
+impl Live {
     /// Tears down in order and returns what failed.
     fn destroy(self, device: i32) -> Vec<String> {
-        let limit = self.env.shutdown_timeout;
-        let base = self.base;
-        let watch = self.watch.share();
+        let Self { watch, backend } = self;
+        let limit = backend.env.shutdown_timeout;
+        let base = backend.base;
         let quiet = watch.require_alive().and_then(|()| {
             watch.progress().enter(Step::of(Call::Shutdown));
             let hopeless = || watch.require_alive().err().map(|error| error.to_string());
@@ -1060,16 +1094,16 @@ impl Backend {
         let mut failures: Vec<String> = Vec::new();
         // Peers may still read this rank's windows until they come here too.
         let met = quiet.and_then(|()| {
-            self.base.cuda.set_current_device(device)?;
+            base.cuda.set_current_device(device)?;
             // SAFETY: the communicator outlives shutdown, by initialize's contract.
-            unsafe { self.meeting.barrier(limit) }
+            unsafe { backend.meeting.barrier(limit) }
         });
         if met.as_ref().is_err_and(is_cuda_gone) {
             // Called from a destructor that runs after CUDA's own: the process ends, and the driver has freed everything.
             tracing::info!(target: "nvte_ep", device, "CUDA is gone already; nothing to destroy");
             return Vec::new();
         }
-        if let Err(error) = met.map_err(|error| self.explain(error)) {
+        if let Err(error) = met.map_err(|error| backend.explain(error)) {
             // Freeing would wait for the same stuck work, or pull memory from under a peer: the group's memory stays
             // until the process ends.
             let text = format!("{error}; the group's device memory is left to the process's end");
@@ -1078,7 +1112,7 @@ impl Backend {
             return vec![text];
         }
         watch.progress().leave();
-        let Self { group, index_copier, meeting, handles, symm, watch, .. } = self;
+        let Backend { group, index_copier, meeting, handles, symm, .. } = backend;
         watch.stop();
         drop(ManuallyDrop::into_inner(index_copier));
         let mut ended = handles.into_handles().map(|handle| group.destroy_handle(handle)).collect::<Vec<_>>();
@@ -1098,8 +1132,8 @@ impl Backend {
 
 /// The total in the stamp of a handle memory, in the data type of the counts that prepare writes.
 fn total_of(mem: &TensorView, call: &Prepare) -> TensorView {
-    let dtype = call.total.or(call.token_counts).map_or(DType::Int64, |counts| counts.dtype);
-    let shape = Shape::new(&[1]).expect("one dimension");
+    let dtype = call.total.as_ref().or(call.token_counts.as_ref()).map_or(DType::Int64, |counts| counts.dtype);
+    let shape = Shape::vector(1);
     let data = mem.data + TOTAL_OFFSET as u64;
     TensorView { name: "total", dtype, shape, data, window: None, scales: None }
 }

@@ -125,7 +125,8 @@ impl Group {
         Ok(Handle(raw))
     }
 
-    /// Exchanges the routing and fills the handle and `total`; collective, queued on `stream`.
+    /// Exchanges the routing, of which `copied` is the address of the int64 copy, and fills the handle and `total`;
+    /// collective, queued on `stream`.
     ///
     /// # Safety
     /// The tensors are device memory of the described extent, live until the queued work is done; `stream` is a stream
@@ -133,11 +134,11 @@ impl Group {
     pub(crate) unsafe fn update(
         &self,
         handle: &Handle,
-        prepare: &Prepare,
+        (prepare, copied): (&Prepare, u64),
         total: &TensorView,
         stream: Stream,
     ) -> Result<()> {
-        let mut topk_idx = Descriptor::new(&prepare.topk_idx);
+        let mut topk_idx = Descriptor::new(&prepare.topk_idx).with_int64_at(copied);
         let mut counts = prepare.token_counts.as_ref().map(Descriptor::new);
         let mut total = Descriptor::new(total);
         let mut layout = b::ncclEpLayoutInfo_t::with_header();
@@ -186,7 +187,10 @@ impl Group {
         pass: Pass,
         stream: Stream,
     ) -> Result<()> {
-        let scales_of = |view: &TensorView| view.scale_tensor("scales").as_ref().map(Descriptor::new);
+        let scales_of = |view: &TensorView| {
+            view.scales.as_ref()?;
+            view.scale_tensor("scales").as_ref().map(Descriptor::new)
+        };
         let (mut scales, mut recv_scales) = (scales_of(tokens), scales_of(recv_tokens));
         let (mut tokens, mut weights) = (Descriptor::new(tokens), weights.map(Descriptor::new));
         let (mut recv_tokens, mut recv_weights) = (Descriptor::new(recv_tokens), recv_weights.map(Descriptor::new));

@@ -16,6 +16,27 @@ pub(super) struct Residency {
     device: i32,
     /// First address -> the address behind the last, and whether it is page-locked host memory.
     ranges: BTreeMap<u64, (u64, bool)>,
+    /// The range of the last tensor: the next one is often there too.
+    last: Range,
+}
+
+/// One range of addresses.
+#[derive(Debug, Clone, Copy)]
+struct Range {
+    first: u64,
+    end: u64,
+    page_locked: bool,
+}
+
+impl Range {
+    const NONE: Self = Self { first: 0, end: 0, page_locked: false };
+
+    #[inline]
+    fn holds(self, address: u64, bytes: u64, fit: Fit) -> bool {
+        self.first <= address
+            && address.checked_add(bytes).is_some_and(|wanted| wanted <= self.end)
+            && !(self.page_locked && fit == Fit::OnDevice)
+    }
 }
 
 /// What a tensor may lie in.
@@ -29,25 +50,33 @@ pub(super) enum Fit {
 
 impl Residency {
     pub(super) const fn new(device: i32) -> Self {
-        Self { device, ranges: BTreeMap::new() }
+        Self { device, ranges: BTreeMap::new(), last: Range::NONE }
     }
 
     /// Checks that `bytes` bytes from the first element of `tensor` are memory that is `fit`.
     ///
     /// # Errors
     /// Memory of another kind or device, or an allocation that ends earlier.
+    #[inline]
     pub(super) fn check(&mut self, cuda: &Cuda, tensor: &TensorView, bytes: u64, fit: Fit) -> Result<()> {
-        if bytes == 0 || self.is_known(tensor.data, bytes, fit) {
+        if bytes == 0 || self.last.holds(tensor.data, bytes, fit) {
             return Ok(());
         }
-        self.ask(cuda, tensor, bytes, fit)
+        self.look_up(cuda, tensor, bytes, fit)
     }
 
-    fn is_known(&self, address: u64, bytes: u64, fit: Fit) -> bool {
-        let range = self.ranges.range(..=address).next_back();
-        range.is_some_and(|(_, &(end, page_locked))| {
-            address.checked_add(bytes).is_some_and(|wanted| wanted <= end) && !(page_locked && fit == Fit::OnDevice)
-        })
+    #[inline(never)]
+    fn look_up(&mut self, cuda: &Cuda, tensor: &TensorView, bytes: u64, fit: Fit) -> Result<()> {
+        match self.known(tensor.data, bytes, fit) {
+            Some(range) => self.last = range,
+            None => self.ask(cuda, tensor, bytes, fit)?,
+        }
+        Ok(())
+    }
+
+    fn known(&self, address: u64, bytes: u64, fit: Fit) -> Option<Range> {
+        let (&first, &(end, page_locked)) = self.ranges.range(..=address).next_back()?;
+        Some(Range { first, end, page_locked }).filter(|range| range.holds(address, bytes, fit))
     }
 
     #[cold]
@@ -102,6 +131,7 @@ impl Residency {
         // What was there before is gone, or part of it.
         self.ranges.retain(|&at, (old, _)| at >= end || *old <= first);
         self.ranges.insert(first, (end, page_locked));
+        self.last = Range { first, end, page_locked };
     }
 }
 
@@ -114,7 +144,7 @@ mod tests {
         let mut memory = Residency::new(0);
         memory.remember(0x1000, 0x2000, false);
         memory.remember(0x3000, 0x4000, true);
-        let known = |memory: &Residency, address, bytes, fit| memory.is_known(address, bytes, fit);
+        let known = |memory: &Residency, address, bytes, fit| memory.known(address, bytes, fit).is_some();
         assert!(known(&memory, 0x1000, 0x1000, Fit::OnDevice));
         assert!(known(&memory, 0x1fff, 1, Fit::Reachable));
         assert!(!known(&memory, 0x1000, 0x1001, Fit::Reachable), "it ends earlier");
@@ -128,6 +158,7 @@ mod tests {
         assert!(!known(&memory, 0x3900, 1, Fit::Reachable));
         assert!(known(&memory, 0x1800, 0x2000, Fit::OnDevice));
         assert_eq!(memory.ranges.len(), 1);
+        assert!(memory.last.holds(0x1800, 0x2000, Fit::OnDevice) && !memory.last.holds(0x1000, 1, Fit::Reachable));
     }
 
     #[test]

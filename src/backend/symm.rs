@@ -185,7 +185,7 @@ impl Symm {
         // SAFETY: the caller vouches for the memory.
         let handle = unsafe { self.register(meeting, what, address, bytes) }?;
         self.pool.add_registered(address, bytes, handle);
-        Ok(Window { handle, offset: 0 })
+        Ok(Window::new(handle, 0).expect("register refuses a null window"))
     }
 
     /// Peers map memory by its handle, which memory of cudaMalloc does not have.
@@ -336,12 +336,12 @@ impl Symm {
     fn user_pointer(&self, tensor: &TensorView, window: Window) -> Result<Option<u64>> {
         let Some(get) = self.base.nccl.ncclWinGetUserPtr else { return Ok(None) };
         let mut base = std::ptr::null_mut();
-        let handle = std::ptr::with_exposed_provenance_mut(window.handle);
+        let handle = std::ptr::with_exposed_provenance_mut(window.handle());
         // SAFETY: `base` is live, and NCCL looks the window up among the communicator's.
         let code = unsafe { get(self.comm.as_raw(), handle, &raw mut base) };
         if code != b::ncclSuccess || base.is_null() {
             let required = "must be a window of the group's communicator";
-            return Err(Error::argument(tensor.window_field("window"), required, format!("{:#x}", window.handle)));
+            return Err(Error::argument(tensor.window_field("window"), required, format!("{:#x}", window.handle())));
         }
         Ok((base.expose_provenance() as u64).checked_add(window.offset))
     }

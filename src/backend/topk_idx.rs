@@ -47,7 +47,7 @@ impl IndexCopier {
     }
 
     /// Queues the copy of `topk_idx`, `[T, K]`, to the address `copied`, and adds the number of indices that are no
-    /// expert to the uint32 at the address `not_experts`. Returns the copy, int64.
+    /// expert to the uint32 at the address `not_experts`.
     ///
     /// # Safety
     /// `topk_idx` is device memory; `copied` has room for T * K int64; all live until the queued work is done; `stream` is
@@ -59,7 +59,7 @@ impl IndexCopier {
         not_experts: u64,
         num_experts: u32,
         stream: Stream,
-    ) -> Result<TensorView> {
+    ) -> Result<()> {
         let &[tokens, top_k] = topk_idx.shape.sizes() else { unreachable!("prepare checked that it is 2D") };
         if tokens > 0 {
             let function = if topk_idx.dtype == DType::Int32 { self.int32 } else { self.int64 };
@@ -81,7 +81,7 @@ impl IndexCopier {
             };
             self.cuda.check("cuLaunchKernel", code)?;
         }
-        Ok(TensorView { dtype: DType::Int64, data: copied, ..*topk_idx })
+        Ok(())
     }
 }
 

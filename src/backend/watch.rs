@@ -78,6 +78,8 @@ pub(super) struct Watched {
 #[derive(Debug)]
 pub(super) struct Watch {
     watched: Arc<Watched>,
+    /// Events for more calls, taken from the ring many at a time.
+    spare: Vec<Events>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -110,22 +112,94 @@ impl Watch {
                 .inspect_err(|error| tracing::warn!(target: "nvte_ep", "the group's calls are not watched: {error}"))
                 .ok()
         });
-        Self { watched, thread }
+        Self { watched, spare: Vec::with_capacity(IN_FLIGHT), thread }
     }
 
     pub(super) fn share(&self) -> Arc<Watched> {
         Arc::clone(&self.watched)
     }
 
+    /// Does the work of a collective call that queues on `stream`, and watches what it queues.
+    ///
+    /// # Safety
+    /// `stream` is a live stream of the group's device, in the state `state`.
+    pub(super) unsafe fn queue<T>(
+        &mut self,
+        step: Step,
+        stream: Stream,
+        state: StreamState,
+        work: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        if state == StreamState::Capturing {
+            return work();
+        }
+        let number = self.watched.progress.enter(step);
+        let events = self.take_events();
+        // SAFETY: the caller vouches for the stream; the events are ours.
+        let begun = events.is_some_and(|events| unsafe { self.watched.record(events.begin, stream) });
+        let result = work();
+        if result.is_ok() {
+            self.watched.progress.queued(number);
+        }
+        if let Some(events) = events {
+            // SAFETY: as above.
+            let ended = begun && result.is_ok() && unsafe { self.watched.record(events.end, stream) };
+            match ended {
+                true => self.watched.watch_over(number, step, events),
+                false => self.spare.push(events),
+            }
+        }
+        result
+    }
+
+    /// Events for another call; none when as many as may be are in flight, or calls are not watched.
+    #[inline]
+    fn take_events(&mut self) -> Option<Events> {
+        self.watched.limit?;
+        self.spare.pop().or_else(|| self.find_events())
+    }
+
+    #[inline(never)]
+    fn find_events(&mut self) -> Option<Events> {
+        let mut ring = self.watched.ring.lock();
+        if ring.free.is_empty() && ring.queued.len() < IN_FLIGHT {
+            return self.watched.make_events();
+        }
+        if ring.free.is_empty() {
+            // The thread looks only now and then.
+            self.watched.collect(&mut ring);
+        }
+        std::mem::swap(&mut ring.free, &mut self.spare);
+        self.spare.pop()
+    }
+
+    /// # Errors
+    /// The group is at its end.
+    #[inline]
+    pub(super) fn require_alive(&self) -> Result<()> {
+        self.watched.require_alive()
+    }
+
+    /// Notes why the call `name` failed, for the ranks that wait for it.
+    pub(super) fn failed(&self, name: &str, error: &Error) {
+        if self.watched.ended.get().is_none() {
+            self.progress().refuse(&format!("{name}: {error}"));
+        }
+    }
+
+    pub(super) fn progress(&self) -> &Progress {
+        self.watched.progress()
+    }
+
     /// Ends the thread and gives its events back; what was queued is done.
     pub(super) fn stop(self) {
-        let Self { watched, thread } = self;
+        let Self { watched, spare, thread } = self;
         *watched.stopped.lock() = true;
         watched.stop.notify_all();
         // It panics nowhere; if it did, there is nothing to add.
         let _ = thread.map(JoinHandle::join);
         let Ring { queued, free } = &mut *watched.ring.lock();
-        for Events { begin, end } in queued.drain(..).map(|call| call.events).chain(free.drain(..)) {
+        for Events { begin, end } in queued.drain(..).map(|call| call.events).chain(free.drain(..)).chain(spare) {
             for event in [begin, end] {
                 // SAFETY: an event of ours that nothing queued waits for.
                 let _ = unsafe { (watched.base.cuda.cuEventDestroy_v2)(event) };
@@ -137,69 +211,23 @@ impl Watch {
 impl Watched {
     /// # Errors
     /// The group is at its end.
+    #[inline]
     pub(super) fn require_alive(&self) -> Result<()> {
-        let Some(reason) = self.ended.get() else { return Ok(()) };
+        self.ended.get().map_or(Ok(()), |reason| Err(self.at_its_end(reason)))
+    }
+
+    #[cold]
+    fn at_its_end(&self, reason: &str) -> Error {
         self.noticed.store(true, Ordering::Relaxed);
-        Err(Error::State(format!("the group has ended: {reason}; end this process")))
+        Error::State(format!("the group has ended: {reason}; end this process"))
     }
 
-    /// Does the work of a collective call that queues on `stream`, and watches what it queues.
-    ///
-    /// # Safety
-    /// `stream` is a live stream of the group's device, in the state `state`.
-    pub(super) unsafe fn queue<T>(
-        &self,
-        step: Step,
-        stream: Stream,
-        state: StreamState,
-        work: impl FnOnce() -> Result<T>,
-    ) -> Result<T> {
-        if state == StreamState::Capturing {
-            return work();
-        }
-        let number = self.progress.enter(step);
-        let events = self.limit.and_then(|_| self.take_events());
-        // SAFETY: the caller vouches for the stream; the events are ours.
-        let begun = events.is_some_and(|events| unsafe { self.record(events.begin, stream) });
-        let result = work();
-        if result.is_ok() {
-            self.progress.queued(number);
-        }
-        if let Some(events) = events {
-            // SAFETY: as above.
-            let ended = begun && result.is_ok() && unsafe { self.record(events.end, stream) };
-            let mut ring = self.ring.lock();
-            match ended {
-                true => ring.queued.push_back(Queued { number, step, events, since: None, reported: false }),
-                false => ring.free.push(events),
-            }
-        }
-        result
-    }
-
-    /// Notes why the call `name` failed, for the ranks that wait for it.
-    pub(super) fn failed(&self, name: &str, error: &Error) {
-        if self.ended.get().is_none() {
-            self.progress.refuse(&format!("{name}: {error}"));
-        }
+    fn watch_over(&self, number: u64, step: Step, events: Events) {
+        self.ring.lock().queued.push_back(Queued { number, step, events, since: None, reported: false });
     }
 
     pub(super) fn progress(&self) -> &Progress {
         &self.progress
-    }
-
-    /// Events for another call; none when as many as may be are in flight.
-    fn take_events(&self) -> Option<Events> {
-        let mut ring = self.ring.lock();
-        if let Some(events) = ring.free.pop() {
-            return Some(events);
-        }
-        if ring.queued.len() < IN_FLIGHT {
-            return self.make_events();
-        }
-        // The thread looks only now and then.
-        self.collect(&mut ring);
-        ring.free.pop()
     }
 
     fn make_events(&self) -> Option<Events> {

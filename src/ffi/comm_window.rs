@@ -31,5 +31,5 @@ impl NVTECommWindow {
 
 /// The place at `offset` in `window`; none for NULL.
 pub(super) fn at(window: ncclWindow_t, offset: u64) -> Option<Window> {
-    (!window.is_null()).then(|| Window { handle: window.expose_provenance(), offset })
+    Window::new(window.expose_provenance(), offset)
 }

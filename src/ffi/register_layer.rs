@@ -126,6 +126,7 @@ impl NVTEEpHandle {
     ///
     /// # Errors
     /// A null or stale memory tensor.
+    #[inline]
     pub fn parse(self, reader: &impl TensorReader) -> Result<HandleRef> {
         let Self { id, mem } = self;
         Ok(HandleRef { key: HandleKey::Registered(id), mem: required(reader, "handle.mem", mem, Windows::default())? })

@@ -129,6 +129,7 @@ impl TryFrom<NVTEEpLayerConfig> for LayerConfig {
 ///
 /// # Errors
 /// A null or stale tensor, or one without data.
+#[inline]
 pub fn parse_handle(reader: &impl TensorReader, handle_mem: NVTETensor) -> Result<HandleRef> {
     let mem = required(reader, "handle_mem", handle_mem, Windows::default())?;
     if mem.data == 0 {

@@ -36,13 +36,50 @@ pub struct TensorParts<'a> {
     pub scaling_mode: NVTEScalingMode,
 }
 
-/// Whoever made the tensors that callers pass.
+/// Whoever made the tensors that callers pass, opened for the reads of one call. It may hold a lock of that library:
+/// nothing else is called before it is dropped.
 pub trait TensorReader {
     /// What `look` makes of the parts of `tensor`; none for the null tensor.
     ///
     /// # Errors
     /// A value that is no live tensor.
-    fn read<R>(&self, tensor: NVTETensor, look: impl FnOnce(&TensorParts<'_>) -> R) -> Result<Option<R>>;
+    fn read<L: Look>(&self, tensor: NVTETensor, look: L) -> Result<Option<L::Seen>>;
+}
+
+/// A look at a tensor's parts. No closure, since those cannot ask to be inlined, which this is all about: a view is large.
+pub trait Look {
+    /// What it makes of them.
+    type Seen;
+    /// Looks.
+    fn look(self, parts: &TensorParts<'_>) -> Self::Seen;
+}
+
+/// The view of an argument.
+struct View {
+    name: &'static str,
+    windows: Windows,
+}
+
+impl Look for View {
+    type Seen = Result<TensorView>;
+
+    #[inline(always)]
+    fn look(self, parts: &TensorParts<'_>) -> Self::Seen {
+        view(self.name, parts, self.windows)
+    }
+}
+
+/// The view of an argument that may be left out; none for a tensor that nothing was put into.
+struct OptionalView(View);
+
+impl Look for OptionalView {
+    type Seen = Option<Result<TensorView>>;
+
+    #[inline(always)]
+    fn look(self, parts: &TensorParts<'_>) -> Self::Seen {
+        let is_there = !is_blank(&parts.data) || self.0.windows.data.is_some();
+        if is_there { Some(self.0.look(parts)) } else { None }
+    }
 }
 
 /// Where an argument's data and scales lie in symmetric memory.
@@ -58,15 +95,17 @@ pub struct Windows {
 ///
 /// # Errors
 /// A null, stale or malformed tensor.
+#[inline(always)]
 pub fn required(
     reader: &impl TensorReader,
     name: &'static str,
     tensor: NVTETensor,
     windows: Windows,
 ) -> Result<TensorView> {
-    match reader.read(tensor, |parts| view(name, parts, windows)).map_err(|error| for_argument(name, &error))? {
-        Some(view) => view,
-        None => Err(Error::argument(name, "must be a tensor", "a null tensor")),
+    match reader.read(tensor, View { name, windows }) {
+        Ok(Some(view)) => view,
+        Ok(None) => Err(null(name)),
+        Err(error) => Err(for_argument(name, error)),
     }
 }
 
@@ -74,61 +113,83 @@ pub fn required(
 ///
 /// # Errors
 /// A stale or malformed tensor.
+#[inline(always)]
 pub fn optional(
     reader: &impl TensorReader,
     name: &'static str,
     tensor: NVTETensor,
     windows: Windows,
 ) -> Result<Option<TensorView>> {
-    let look = |parts: &TensorParts<'_>| match is_blank(&parts.data) && windows.data.is_none() {
-        true => Ok(None),
-        false => view(name, parts, windows).map(Some),
-    };
-    reader.read(tensor, look).map_err(|error| for_argument(name, &error))?.unwrap_or(Ok(None))
+    match reader.read(tensor, OptionalView(View { name, windows })) {
+        Ok(Some(Some(Ok(view)))) => Ok(Some(view)),
+        Ok(Some(Some(Err(error)))) => Err(error),
+        Ok(Some(None) | None) => Ok(None),
+        Err(error) => Err(for_argument(name, error)),
+    }
 }
 
-fn for_argument(name: &str, error: &Error) -> Error {
+#[cold]
+fn null(name: &str) -> Error {
+    Error::argument(name, "must be a tensor", "a null tensor")
+}
+
+#[cold]
+fn for_argument(name: &str, error: Error) -> Error {
     match error {
-        Error::Argument { required, found, .. } => Error::argument(name, required.clone(), found),
-        other => other.clone(),
+        Error::Argument { required, found, .. } => Error::argument(name, required, found),
+        other => other,
     }
 }
 
 /// What a tensor is that was created and never set: no data, one dimension of size 0.
+#[inline]
 fn is_blank(data: &ArrayRef<'_>) -> bool {
     data.data == 0 && data.shape.ndim <= 1 && data.shape.data[0] == 0
 }
 
+#[inline(always)]
 fn view(name: &'static str, parts: &TensorParts<'_>, windows: Windows) -> Result<TensorView> {
-    let (dtype, shape, data) = array(name, "", &parts.data)?;
+    let Some((dtype, shape)) = array(&parts.data) else { return Err(malformed(name, "", &parts.data)) };
     let scales = match parts.scaling_mode {
         NVTE_DELAYED_TENSOR_SCALING => None,
-        NVTE_MXFP8_1D_SCALING => {
-            let (dtype, shape, data) = array(name, " rowwise_scale_inv", &parts.scale_inv)?;
-            Some(Scales { dtype, shape, data, window: windows.scales })
-        }
-        other => {
-            let required = "must be unscaled or MXFP8 (NVTE_DELAYED_TENSOR_SCALING or NVTE_MXFP8_1D_SCALING)";
-            return Err(Error::argument(name, required, format!("scaling mode {other}")));
-        }
+        _ => Some(scales(name, parts, windows)?),
     };
-    Ok(TensorView { name, dtype, shape, data, window: windows.data, scales })
+    Ok(TensorView { name, dtype, shape, data: parts.data.data, window: windows.data, scales })
 }
 
-fn array(name: &str, part: &str, array: &ArrayRef<'_>) -> Result<(DType, Shape, u64)> {
-    let ArrayRef { data, dtype, shape } = *array;
-    let refuse = |required: String, found: String| Error::argument(format!("{name}{part}"), required, found);
-    let dtype = DType::from_nvte(dtype)
-        .ok_or_else(|| refuse("must have an NVTEDType as its dtype".into(), dtype.to_string()))?;
-    let sizes = shape
-        .data
-        .get(..shape.ndim)
-        .and_then(Shape::new)
-        .ok_or_else(|| refuse(format!("must have at most {MAX_DIMS} dimensions"), shape.ndim.to_string()))?;
-    if sizes.numel().and_then(|numel| numel.checked_mul(dtype.bits())).is_none() {
-        return Err(refuse("must have a size that fits memory".into(), format!("{sizes:?}")));
+/// The scales of a tensor that is not unscaled.
+#[inline(never)]
+fn scales(name: &str, parts: &TensorParts<'_>, windows: Windows) -> Result<Scales> {
+    if parts.scaling_mode != NVTE_MXFP8_1D_SCALING {
+        let required = "must be unscaled or MXFP8 (NVTE_DELAYED_TENSOR_SCALING or NVTE_MXFP8_1D_SCALING)";
+        return Err(Error::argument(name, required, format!("scaling mode {}", parts.scaling_mode)));
     }
-    Ok((dtype, sizes, data))
+    let array = &parts.scale_inv;
+    let Some((dtype, shape)) = self::array(array) else { return Err(malformed(name, " rowwise_scale_inv", array)) };
+    Ok(Scales { dtype, shape, data: array.data, window: windows.scales })
+}
+
+/// Type and shape of a well-formed array.
+#[inline(always)]
+fn array(array: &ArrayRef<'_>) -> Option<(DType, Shape)> {
+    let dtype = DType::from_nvte(array.dtype)?;
+    let shape = Shape::new(array.shape.data.get(..array.shape.ndim)?)?;
+    shape.numel()?.checked_mul(dtype.bits())?;
+    Some((dtype, shape))
+}
+
+/// What is wrong with an array that [`array`] does not take.
+#[cold]
+fn malformed(name: &str, part: &str, array: &ArrayRef<'_>) -> Error {
+    let ArrayRef { dtype, shape, .. } = *array;
+    let refuse = |required: String, found: String| Error::argument(format!("{name}{part}"), required, found);
+    if DType::from_nvte(dtype).is_none() {
+        return refuse("must have an NVTEDType as its dtype".into(), dtype.to_string());
+    }
+    match shape.data.get(..shape.ndim).and_then(Shape::new) {
+        None => refuse(format!("must have at most {MAX_DIMS} dimensions"), shape.ndim.to_string()),
+        Some(sizes) => refuse("must have a size that fits memory".into(), format!("{sizes:?}")),
+    }
 }
 
 #[cfg(test)]
@@ -145,11 +206,11 @@ mod tests {
     }
 
     impl TensorReader for One {
-        fn read<R>(&self, tensor: NVTETensor, look: impl FnOnce(&TensorParts<'_>) -> R) -> Result<Option<R>> {
+        fn read<L: Look>(&self, tensor: NVTETensor, look: L) -> Result<Option<L::Seen>> {
             let Owned { data, scale_inv, scaling_mode } = &self.0;
             match tensor as usize {
                 0 => Ok(None),
-                1 => Ok(Some(look(&TensorParts {
+                1 => Ok(Some(look.look(&TensorParts {
                     data: data.into(),
                     scale_inv: scale_inv.into(),
                     scaling_mode: *scaling_mode,
@@ -185,7 +246,7 @@ mod tests {
         let mut one = tensor(&[3, 512], 2);
         one.0.scaling_mode = 1;
         one.0.scale_inv = tensor(&[3, 16], 2).0.data;
-        let window = Window { handle: 7, offset: 64 };
+        let window = Window::new(7, 64).unwrap();
         let windows = Windows { data: None, scales: Some(window) };
         let scales = required(&one, "tokens", raw(1), windows).unwrap().scales.unwrap();
         assert_eq!((scales.shape.sizes(), scales.window), (&[3, 16][..], Some(window)));

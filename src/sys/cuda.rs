@@ -145,10 +145,13 @@ impl Cuda {
     ///
     /// # Errors
     /// Every other code.
+    #[inline]
     pub fn check(&self, call: &'static str, code: b::CUresult) -> Result<()> {
-        if code == b::CUDA_SUCCESS {
-            return Ok(());
-        }
+        if code == b::CUDA_SUCCESS { Ok(()) } else { Err(self.error(call, code)) }
+    }
+
+    #[cold]
+    fn error(&self, call: &'static str, code: b::CUresult) -> Error {
         let (mut name, mut text) = (std::ptr::null(), std::ptr::null());
         // SAFETY: `name` is a live pointer; the driver leaves it null for a code that it does not know.
         unsafe { (self.cuGetErrorName)(code, &raw mut name) };
@@ -161,7 +164,7 @@ impl Cuda {
             // SAFETY: the driver's strings are NUL-terminated and live as long as the process.
             unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
         };
-        Err(Error::Library { call, code: i64::from(code), text: format!("{}: {}", read(name), read(text)) })
+        Error::Library { call, code: i64::from(code), text: format!("{}: {}", read(name), read(text)) }
     }
 
     /// Number of devices; an error when the driver finds no usable one.
@@ -181,6 +184,7 @@ impl Cuda {
     ///
     /// # Errors
     /// The driver's.
+    #[inline]
     pub fn current_device(&self) -> Result<i32> {
         let mut device = 0;
         // SAFETY: `device` is a live int.
@@ -294,6 +298,7 @@ impl Cuda {
     ///
     /// # Safety
     /// The memory is the caller's to write, on the device of `stream`.
+    #[inline]
     pub unsafe fn zero(&self, address: u64, bytes: usize, stream: Stream) -> Result<()> {
         if bytes == 0 {
             return Ok(());
@@ -310,6 +315,7 @@ impl Cuda {
     ///
     /// # Safety
     /// As [`Cuda::zero`].
+    #[inline]
     pub unsafe fn write_words(&self, address: u64, words: &[u32], stream: Stream) -> Result<()> {
         for (index, word) in words.iter().enumerate() {
             // SAFETY: the caller vouches for memory and stream.
@@ -369,6 +375,7 @@ impl Cuda {
     ///
     /// # Safety
     /// `stream` is a live stream.
+    #[inline]
     pub unsafe fn stream_state(&self, stream: Stream) -> Result<StreamState> {
         // It is never captured, and asking it is a wait for all others, which captures forbid.
         if stream.is_legacy() {
@@ -471,6 +478,7 @@ impl Cuda {
     ///
     /// # Safety
     /// `stream` is a live stream of the current device.
+    #[inline]
     pub unsafe fn is_capturing(&self, stream: Stream) -> Result<bool> {
         let mut status = b::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: `status` is live; the caller vouches for the stream.

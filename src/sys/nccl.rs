@@ -36,10 +36,16 @@ impl Nccl {
     ///
     /// # Errors
     /// Every other code.
+    #[inline]
     pub fn check(&self, call: &'static str, code: b::ncclResult_t) -> Result<()> {
-        if matches!(code, b::ncclSuccess | b::ncclInProgress) {
-            return Ok(());
+        match code {
+            b::ncclSuccess | b::ncclInProgress => Ok(()),
+            _ => Err(self.error(call, code)),
         }
+    }
+
+    #[cold]
+    fn error(&self, call: &'static str, code: b::ncclResult_t) -> Error {
         // SAFETY: takes any code, returns a static string.
         let mut text = text(unsafe { (self.ncclGetErrorString)(code) });
         if let Some(last_error) = self.ncclGetLastError {
@@ -49,7 +55,7 @@ impl Nccl {
                 text = format!("{text} ({})", last.trim());
             }
         }
-        Err(Error::Library { call, code: i64::from(code), text })
+        Error::Library { call, code: i64::from(code), text }
     }
 
     /// NCCL's version code: major * 10000 + minor * 100 + patch.

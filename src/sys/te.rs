@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::ffi::types::{
     NVTEBasicTensor, NVTEScalingMode, NVTETensor, NVTETensorParam, kNVTERowwiseData, kNVTERowwiseScaleInv,
 };
-use crate::ffi::view::{TensorParts, TensorReader};
+use crate::ffi::view::{Look, TensorParts, TensorReader};
 use libloading::Library;
 use libloading::os::unix::Library as UnixLibrary;
 use once_cell::sync::OnceCell;
@@ -23,8 +23,19 @@ fn_table! {
 }
 
 /// Reads tensors through the accessors found in the process.
-#[derive(Debug, Clone, Copy)]
-pub struct ForeignTensors;
+#[derive(Debug)]
+pub struct ForeignTensors(());
+
+impl ForeignTensors {
+    /// For the reads of one call; holds nothing.
+    #[must_use]
+    pub const fn open() -> Self {
+        Self(())
+    }
+
+    /// The reads are over.
+    pub const fn close(self) {}
+}
 
 /// The accessors in the process's global scope, or of a TransformerEngine library loaded out of it.
 fn accessors() -> Result<&'static TensorAccessors> {
@@ -65,7 +76,7 @@ impl TensorAccessors {
 
 impl TensorReader for ForeignTensors {
     #[allow(clippy::not_unsafe_ptr_arg_deref, reason = "a tensor is no pointer; its accessors take any value")]
-    fn read<R>(&self, tensor: NVTETensor, look: impl FnOnce(&TensorParts<'_>) -> R) -> Result<Option<R>> {
+    fn read<L: Look>(&self, tensor: NVTETensor, look: L) -> Result<Option<L::Seen>> {
         if tensor.is_null() {
             return Ok(None);
         }
@@ -75,6 +86,6 @@ impl TensorReader for ForeignTensors {
         let scale_inv = accessors.array(tensor, kNVTERowwiseScaleInv)?;
         // SAFETY: the accessor takes any tensor value.
         let scaling_mode = catch_foreign("nvte_tensor_scaling_mode", || unsafe { scaling_mode(tensor) })?;
-        Ok(Some(look(&TensorParts { data: (&data).into(), scale_inv: (&scale_inv).into(), scaling_mode })))
+        Ok(Some(look.look(&TensorParts { data: (&data).into(), scale_inv: (&scale_inv).into(), scaling_mode })))
     }
 }

@@ -101,17 +101,20 @@ pub unsafe extern "C-unwind" fn nvte_ep_prepare(
 ) {
     guard("nvte_ep_prepare", || {
         let group = core::current_group()?;
+        let tensors = OwnTensors::open();
         let call = Prepare {
-            topk_idx: required(&OwnTensors, "topk_idx", topk_idx, Windows::default())?,
-            token_counts: Some(required(&OwnTensors, "token_counts", token_counts, Windows::default())?),
+            topk_idx: required(&tensors, "topk_idx", topk_idx, Windows::default())?,
+            token_counts: Some(required(&tensors, "token_counts", token_counts, Windows::default())?),
             total: None,
         };
         let claim = LayerClaim::Registered(SlabAlignment::parse(
             "dispatch_output_per_expert_alignment",
             dispatch_output_per_expert_alignment,
         )?);
+        let handle = handle.parse(&tensors)?;
+        tensors.close();
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.prepare(&handle.parse(&OwnTensors)?, claim, &call, Stream::from_raw(stream)) }
+        unsafe { group.prepare(&handle, claim, &call, Stream::from_raw(stream)) }
     });
 }
 
@@ -149,20 +152,23 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch(
 ) {
     guard("nvte_ep_dispatch", || {
         let group = core::current_group()?;
-        let call = Dispatch {
-            topk_idx: optional(&OwnTensors, "topk_idx", topk_idx, Windows::default())?,
-            tokens: required(&OwnTensors, "tokens", tokens, tokens_win.parse())?,
-            topk_weights: optional(&OwnTensors, "topk_weights", topk_weights, topk_weights_win.parse())?,
-            recv_tokens: required(&OwnTensors, "recv_tokens", recv_tokens, recv_tokens_win.parse())?,
+        let tensors = OwnTensors::open();
+        let mut call = Dispatch {
+            topk_idx: optional(&tensors, "topk_idx", topk_idx, Windows::default())?,
+            tokens: required(&tensors, "tokens", tokens, tokens_win.parse())?,
+            topk_weights: optional(&tensors, "topk_weights", topk_weights, topk_weights_win.parse())?,
+            recv_tokens: required(&tensors, "recv_tokens", recv_tokens, recv_tokens_win.parse())?,
             recv_topk_weights: optional(
-                &OwnTensors,
+                &tensors,
                 "recv_topk_weights",
                 recv_topk_weights,
                 recv_topk_weights_win.parse(),
             )?,
         };
+        let handle = handle.parse(&tensors)?;
+        tensors.close();
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.dispatch(&handle.parse(&OwnTensors)?, &call, Stream::from_raw(stream)) }
+        unsafe { group.dispatch(&handle, &mut call, Stream::from_raw(stream)) }
     });
 }
 
@@ -189,12 +195,15 @@ pub unsafe extern "C-unwind" fn nvte_ep_combine(
 ) {
     guard("nvte_ep_combine", || {
         let group = core::current_group()?;
-        let call = Combine {
-            expert_out: required(&OwnTensors, "expert_out", expert_out, expert_out_win.parse())?,
-            result: required(&OwnTensors, "result", result, Windows::default())?,
+        let tensors = OwnTensors::open();
+        let mut call = Combine {
+            expert_out: required(&tensors, "expert_out", expert_out, expert_out_win.parse())?,
+            result: required(&tensors, "result", result, Windows::default())?,
         };
+        let handle = handle.parse(&tensors)?;
+        tensors.close();
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.combine(&handle.parse(&OwnTensors)?, &call, Stream::from_raw(stream)) }
+        unsafe { group.combine(&handle, &mut call, Stream::from_raw(stream)) }
     });
 }
 
@@ -223,19 +232,22 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch_bwd(
 ) {
     guard("nvte_ep_dispatch_bwd", || {
         let group = core::current_group()?;
-        let call = DispatchBwd {
-            grad: required(&OwnTensors, "grad", grad, grad_win.parse())?,
+        let tensors = OwnTensors::open();
+        let mut call = DispatchBwd {
+            grad: required(&tensors, "grad", grad, grad_win.parse())?,
             g_recv_topk_weights: optional(
-                &OwnTensors,
+                &tensors,
                 "g_recv_topk_weights",
                 g_recv_topk_weights,
                 g_recv_topk_weights_win.parse(),
             )?,
-            grad_tokens: required(&OwnTensors, "grad_tokens", grad_tokens, Windows::default())?,
-            grad_topk_weights: optional(&OwnTensors, "grad_topk_weights", grad_topk_weights, Windows::default())?,
+            grad_tokens: required(&tensors, "grad_tokens", grad_tokens, Windows::default())?,
+            grad_topk_weights: optional(&tensors, "grad_topk_weights", grad_topk_weights, Windows::default())?,
         };
+        let handle = handle.parse(&tensors)?;
+        tensors.close();
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.dispatch_bwd(&handle.parse(&OwnTensors)?, &call, Stream::from_raw(stream)) }
+        unsafe { group.dispatch_bwd(&handle, &mut call, Stream::from_raw(stream)) }
     });
 }
 
@@ -258,11 +270,14 @@ pub unsafe extern "C-unwind" fn nvte_ep_combine_bwd(
 ) {
     guard("nvte_ep_combine_bwd", || {
         let group = core::current_group()?;
-        let call = CombineBwd {
-            grad: required(&OwnTensors, "grad", grad, grad_win.parse())?,
-            grad_expert_out: required(&OwnTensors, "grad_expert_out", grad_expert_out, grad_expert_out_win.parse())?,
+        let tensors = OwnTensors::open();
+        let mut call = CombineBwd {
+            grad: required(&tensors, "grad", grad, grad_win.parse())?,
+            grad_expert_out: required(&tensors, "grad_expert_out", grad_expert_out, grad_expert_out_win.parse())?,
         };
+        let handle = handle.parse(&tensors)?;
+        tensors.close();
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.combine_bwd(&handle.parse(&OwnTensors)?, &call, Stream::from_raw(stream)) }
+        unsafe { group.combine_bwd(&handle, &mut call, Stream::from_raw(stream)) }
     });
 }

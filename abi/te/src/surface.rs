@@ -26,15 +26,16 @@ unsafe fn layer_of(layer_cfg: *const NVTEEpLayerConfig) -> Result<LayerConfig> {
     unsafe { read_versioned("layer_cfg", layer_cfg) }?.try_into()
 }
 
-fn prepare_of(topk_idx: NVTETensor, counts: NVTETensor, total: NVTETensor) -> Result<Prepare> {
+fn prepare_of(tensors: &Tensors, topk_idx: NVTETensor, counts: NVTETensor, total: NVTETensor) -> Result<Prepare> {
     Ok(Prepare {
-        topk_idx: required(&Tensors, "topk_idx", topk_idx, Windows::default())?,
-        token_counts: optional(&Tensors, "recv_tokens_per_expert", counts, Windows::default())?,
-        total: optional(&Tensors, "total_recv_tokens_per_rank", total, Windows::default())?,
+        topk_idx: required(tensors, "topk_idx", topk_idx, Windows::default())?,
+        token_counts: optional(tensors, "recv_tokens_per_expert", counts, Windows::default())?,
+        total: optional(tensors, "total_recv_tokens_per_rank", total, Windows::default())?,
     })
 }
 
 fn dispatch_of(
+    tensors: &Tensors,
     topk_idx: NVTETensor,
     (tokens, tokens_win): (NVTETensor, NVTECommWindow),
     (topk_weights, topk_weights_win): (NVTETensor, NVTECommWindow),
@@ -42,11 +43,11 @@ fn dispatch_of(
     (recv_topk_weights, recv_topk_weights_win): (NVTETensor, NVTECommWindow),
 ) -> Result<Dispatch> {
     Ok(Dispatch {
-        topk_idx: optional(&Tensors, "topk_idx", topk_idx, Windows::default())?,
-        tokens: required(&Tensors, "tokens", tokens, tokens_win.parse())?,
-        topk_weights: optional(&Tensors, "topk_weights", topk_weights, topk_weights_win.parse())?,
-        recv_tokens: required(&Tensors, "recv_tokens", recv_tokens, recv_tokens_win.parse())?,
-        recv_topk_weights: optional(&Tensors, "recv_topk_weights", recv_topk_weights, recv_topk_weights_win.parse())?,
+        topk_idx: optional(tensors, "topk_idx", topk_idx, Windows::default())?,
+        tokens: required(tensors, "tokens", tokens, tokens_win.parse())?,
+        topk_weights: optional(tensors, "topk_weights", topk_weights, topk_weights_win.parse())?,
+        recv_tokens: required(tensors, "recv_tokens", recv_tokens, recv_tokens_win.parse())?,
+        recv_topk_weights: optional(tensors, "recv_topk_weights", recv_topk_weights, recv_topk_weights_win.parse())?,
     })
 }
 
@@ -131,9 +132,12 @@ pub unsafe extern "C-unwind" fn nvte_ep_prepare(
         let group = core::current_group()?;
         // SAFETY: the caller vouches for the configuration.
         let claim = LayerClaim::Given(unsafe { layer_of(layer_cfg) }?);
-        let call = prepare_of(topk_idx, recv_tokens_per_expert, total_recv_tokens_per_rank)?;
+        let tensors = Tensors::open();
+        let call = prepare_of(&tensors, topk_idx, recv_tokens_per_expert, total_recv_tokens_per_rank)?;
+        let handle = parse_handle(&tensors, handle_mem)?;
+        tensors.close();
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.prepare(&parse_handle(&Tensors, handle_mem)?, claim, &call, Stream::from_raw(stream)) }
+        unsafe { group.prepare(&handle, claim, &call, Stream::from_raw(stream)) }
     });
 }
 
@@ -170,15 +174,19 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch(
 ) {
     guard("nvte_ep_dispatch", || {
         let group = core::current_group()?;
-        let call = dispatch_of(
+        let tensors = Tensors::open();
+        let mut call = dispatch_of(
+            &tensors,
             topk_idx,
             (tokens, tokens_win),
             (topk_weights, topk_weights_win),
             (recv_tokens, recv_tokens_win),
             (recv_topk_weights, recv_topk_weights_win),
         )?;
+        let handle = parse_handle(&tensors, handle_mem)?;
+        tensors.close();
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.dispatch(&parse_handle(&Tensors, handle_mem)?, &call, Stream::from_raw(stream)) }
+        unsafe { group.dispatch(&handle, &mut call, Stream::from_raw(stream)) }
     });
 }
 
@@ -207,17 +215,20 @@ pub unsafe extern "C-unwind" fn nvte_ep_prepare_and_dispatch(
         let group = core::current_group()?;
         // SAFETY: the caller vouches for the configuration.
         let claim = LayerClaim::Given(unsafe { layer_of(layer_cfg) }?);
-        let prepare = prepare_of(topk_idx, recv_tokens_per_expert, total_recv_tokens_per_rank)?;
-        let dispatch = dispatch_of(
+        let tensors = Tensors::open();
+        let prepare = prepare_of(&tensors, topk_idx, recv_tokens_per_expert, total_recv_tokens_per_rank)?;
+        let mut dispatch = dispatch_of(
+            &tensors,
             topk_idx,
             (tokens, tokens_win),
             (topk_weights, topk_weights_win),
             (recv_tokens, recv_tokens_win),
             (recv_topk_weights, recv_topk_weights_win),
         )?;
-        let handle = parse_handle(&Tensors, handle_mem)?;
+        let handle = parse_handle(&tensors, handle_mem)?;
+        tensors.close();
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.prepare_and_dispatch(&handle, claim, &prepare, &dispatch, Stream::from_raw(stream)) }
+        unsafe { group.prepare_and_dispatch(&handle, claim, &prepare, &mut dispatch, Stream::from_raw(stream)) }
     });
 }
 
@@ -244,12 +255,15 @@ pub unsafe extern "C-unwind" fn nvte_ep_combine(
 ) {
     guard("nvte_ep_combine", || {
         let group = core::current_group()?;
-        let call = Combine {
-            expert_out: required(&Tensors, "expert_out", expert_out, expert_out_win.parse())?,
-            result: required(&Tensors, "result", result, Windows::default())?,
+        let tensors = Tensors::open();
+        let mut call = Combine {
+            expert_out: required(&tensors, "expert_out", expert_out, expert_out_win.parse())?,
+            result: required(&tensors, "result", result, Windows::default())?,
         };
+        let handle = parse_handle(&tensors, handle_mem)?;
+        tensors.close();
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.combine(&parse_handle(&Tensors, handle_mem)?, &call, Stream::from_raw(stream)) }
+        unsafe { group.combine(&handle, &mut call, Stream::from_raw(stream)) }
     });
 }
 
@@ -278,15 +292,18 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch_bwd(
 ) {
     guard("nvte_ep_dispatch_bwd", || {
         let group = core::current_group()?;
+        let tensors = Tensors::open();
         let weights_win = g_recv_topk_weights_win.parse();
-        let call = DispatchBwd {
-            grad: required(&Tensors, "grad", grad, grad_win.parse())?,
-            g_recv_topk_weights: optional(&Tensors, "g_recv_topk_weights", g_recv_topk_weights, weights_win)?,
-            grad_tokens: required(&Tensors, "grad_tokens", grad_tokens, Windows::default())?,
-            grad_topk_weights: optional(&Tensors, "grad_topk_weights", grad_topk_weights, Windows::default())?,
+        let mut call = DispatchBwd {
+            grad: required(&tensors, "grad", grad, grad_win.parse())?,
+            g_recv_topk_weights: optional(&tensors, "g_recv_topk_weights", g_recv_topk_weights, weights_win)?,
+            grad_tokens: required(&tensors, "grad_tokens", grad_tokens, Windows::default())?,
+            grad_topk_weights: optional(&tensors, "grad_topk_weights", grad_topk_weights, Windows::default())?,
         };
+        let handle = parse_handle(&tensors, handle_mem)?;
+        tensors.close();
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.dispatch_bwd(&parse_handle(&Tensors, handle_mem)?, &call, Stream::from_raw(stream)) }
+        unsafe { group.dispatch_bwd(&handle, &mut call, Stream::from_raw(stream)) }
     });
 }
 
@@ -309,11 +326,14 @@ pub unsafe extern "C-unwind" fn nvte_ep_combine_bwd(
 ) {
     guard("nvte_ep_combine_bwd", || {
         let group = core::current_group()?;
-        let call = CombineBwd {
-            grad: required(&Tensors, "grad", grad, grad_win.parse())?,
-            grad_expert_out: required(&Tensors, "grad_expert_out", grad_expert_out, grad_expert_out_win.parse())?,
+        let tensors = Tensors::open();
+        let mut call = CombineBwd {
+            grad: required(&tensors, "grad", grad, grad_win.parse())?,
+            grad_expert_out: required(&tensors, "grad_expert_out", grad_expert_out, grad_expert_out_win.parse())?,
         };
+        let handle = parse_handle(&tensors, handle_mem)?;
+        tensors.close();
         // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.combine_bwd(&parse_handle(&Tensors, handle_mem)?, &call, Stream::from_raw(stream)) }
+        unsafe { group.combine_bwd(&handle, &mut call, Stream::from_raw(stream)) }
     });
 }

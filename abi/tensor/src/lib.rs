@@ -8,21 +8,34 @@ pub mod surface;
 
 use nvte_ep_core::error::Result;
 use nvte_ep_core::ffi::types::NVTETensor;
-use nvte_ep_core::ffi::view::{TensorParts, TensorReader};
-use store::Param;
+use nvte_ep_core::ffi::view::{Look, TensorParts, TensorReader};
+use store::{Param, Reading};
 
-/// Reads the tensors that this library made.
-#[derive(Debug, Clone, Copy)]
-pub struct OwnTensors;
+/// Reads the tensors that this library made. While it lives none is made, changed or destroyed, and a thread has one at a
+/// time.
+pub struct OwnTensors(Reading);
+
+impl OwnTensors {
+    /// For the reads of one call.
+    #[inline]
+    #[must_use]
+    pub fn open() -> Self {
+        Self(store::reading())
+    }
+
+    /// The reads are over.
+    #[inline]
+    pub fn close(self) {}
+}
 
 impl TensorReader for OwnTensors {
-    fn read<R>(&self, tensor: NVTETensor, look: impl FnOnce(&TensorParts<'_>) -> R) -> Result<Option<R>> {
-        store::read(tensor, |tensor| {
-            look(&TensorParts {
-                data: tensor.array_ref(Param::RowwiseData).into(),
-                scale_inv: tensor.array_ref(Param::RowwiseScaleInv).into(),
-                scaling_mode: tensor.scaling_mode(),
-            })
-        })
+    #[inline(always)]
+    fn read<L: Look>(&self, tensor: NVTETensor, look: L) -> Result<Option<L::Seen>> {
+        let Some(tensor) = self.0.get(tensor)? else { return Ok(None) };
+        Ok(Some(look.look(&TensorParts {
+            data: tensor.array_ref(Param::RowwiseData).into(),
+            scale_inv: tensor.array_ref(Param::RowwiseScaleInv).into(),
+            scaling_mode: tensor.scaling_mode(),
+        })))
     }
 }

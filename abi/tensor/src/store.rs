@@ -11,7 +11,7 @@ use nvte_ep_core::ffi::types::{
     kNVTERowScaledNVFP4, kNVTERowwiseData, kNVTEWithGEMMSwizzledScales,
 };
 use nvte_ep_core::ffi::view::ArrayRef;
-use parking_lot::RwLock;
+use parking_lot::{RwLock, RwLockReadGuard};
 
 /// An array: address, type, shape; the safe twin of [`NVTEBasicTensor`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,6 +53,7 @@ impl From<NVTEBasicTensor> for Array {
 }
 
 impl<'a> From<&'a Array> for ArrayRef<'a> {
+    #[inline]
     fn from(Array { data, dtype, shape }: &'a Array) -> Self {
         Self { data: *data as u64, dtype: *dtype, shape }
     }
@@ -143,6 +144,7 @@ impl Tensor {
         nvfp4_e4m3_max: 448,
     };
 
+    #[inline]
     pub(crate) const fn scaling_mode(&self) -> NVTEScalingMode {
         self.scaling_mode
     }
@@ -151,6 +153,7 @@ impl Tensor {
         *self.array_ref(param)
     }
 
+    #[inline]
     pub(crate) const fn array_ref(&self, param: Param) -> &Array {
         &self.arrays[param as usize]
     }
@@ -196,20 +199,31 @@ fn encode(index: u32, generation: u32) -> NVTETensor {
     std::ptr::without_provenance_mut(TAG | (generation as usize) << INDEX_BITS | index as usize)
 }
 
+#[cold]
 fn dead(tensor: NVTETensor) -> Error {
     let required = "must be a live tensor of this library (nvte_create_tensor)";
     Error::argument("tensor", required, format!("{:#x}, destroyed before or never created", tensor.addr()))
 }
 
+/// A value's slot and generation, if it is one of ours at all.
+#[inline(always)]
+fn decode(tensor: NVTETensor) -> Option<(usize, u32)> {
+    let value = tensor.addr();
+    let is_ours = value & (0xFFFF << 48) == TAG;
+    is_ours.then_some((value & (MAX_SLOTS - 1), (value >> INDEX_BITS) as u32 & GENERATION_MASK))
+}
+
 impl Store {
+    #[inline(always)]
+    fn get(&self, tensor: NVTETensor) -> Option<&Tensor> {
+        let (index, generation) = decode(tensor)?;
+        self.slots.get(index).filter(|slot| slot.generation == generation)?.tensor.as_ref()
+    }
+
     fn index(&self, tensor: NVTETensor) -> Result<usize> {
-        let value = tensor.addr();
-        let (index, generation) = (value & (MAX_SLOTS - 1), (value >> INDEX_BITS) as u32 & GENERATION_MASK);
-        let live = |slot: &Slot| slot.generation == generation && slot.tensor.is_some();
-        if value & (0xFFFF << 48) == TAG && self.slots.get(index).is_some_and(live) {
-            Ok(index)
-        } else {
-            Err(dead(tensor))
+        match decode(tensor) {
+            Some((index, _)) if self.get(tensor).is_some() => Ok(index),
+            _ => Err(dead(tensor)),
         }
     }
 
@@ -265,14 +279,31 @@ pub(crate) fn destroy(tensors: &[NVTETensor]) -> Result<()> {
     Ok(())
 }
 
+/// All tensors, as they are until this is dropped.
+pub(crate) struct Reading(RwLockReadGuard<'static, Store>);
+
+/// Who has this asks for no other: between two of one thread another thread may wait to write, and all three would wait
+/// for each other.
+#[inline]
+pub(crate) fn reading() -> Reading {
+    Reading(STORE.read())
+}
+
+impl Reading {
+    /// A tensor; none for the null tensor.
+    #[inline(always)]
+    pub(crate) fn get(&self, tensor: NVTETensor) -> Result<Option<&Tensor>> {
+        match self.0.get(tensor) {
+            found @ Some(_) => Ok(found),
+            None if tensor.is_null() => Ok(None),
+            None => Err(dead(tensor)),
+        }
+    }
+}
+
 /// What `look` makes of `tensor`; none for the null tensor.
 pub(crate) fn read<R>(tensor: NVTETensor, look: impl FnOnce(&Tensor) -> R) -> Result<Option<R>> {
-    if tensor.is_null() {
-        return Ok(None);
-    }
-    let store = STORE.read();
-    let index = store.index(tensor)?;
-    Ok(store.slots[index].tensor.as_ref().map(look))
+    Ok(reading().get(tensor)?.map(look))
 }
 
 /// As [`read`], with the null tensor's defaults for the null tensor.
