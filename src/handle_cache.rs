@@ -32,6 +32,15 @@ pub struct Entry<H> {
     pub tokens: Option<usize>,
 }
 
+impl<H> Entry<H> {
+    #[cold]
+    fn elsewhere(&self, memory: u64) -> Error {
+        let required = format!("must be the memory of this layer's earlier calls, at {:#x}", self.memory);
+        Error::argument("handle.mem", required, format!("{memory:#x}"))
+            .with_remedy("keep it, or initialize with allow_handle_mem_reloc = 1")
+    }
+}
+
 /// What a look-up found.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Lookup {
@@ -89,6 +98,7 @@ impl<H> HandleCache<H> {
     ///
     /// # Errors
     /// The key's handle lies over other memory and the policy refuses that.
+    #[inline]
     pub fn lookup(&self, key: HandleKey, memory: u64, layer: &LayerConfig, tokens: Option<usize>) -> Result<Lookup> {
         let other = |entry: &Entry<H>| tokens.zip(entry.tokens).is_some_and(|(wanted, known)| wanted != known);
         match self.peek(key) {
@@ -98,12 +108,7 @@ impl<H> HandleCache<H> {
             Some(entry) if entry.memory == memory => Ok(Lookup::Missing),
             None => Ok(Lookup::Missing),
             Some(_) if self.relocation == Relocation::Rebuild => Ok(Lookup::Moved),
-            Some(entry) => Err(Error::argument(
-                "handle.mem",
-                format!("must be the memory of this layer's earlier calls, at {:#x}", entry.memory),
-                format!("{memory:#x}"),
-            )
-            .with_remedy("keep it, or initialize with allow_handle_mem_reloc = 1")),
+            Some(entry) => Err(entry.elsewhere(memory)),
         }
     }
 

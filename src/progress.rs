@@ -82,6 +82,7 @@ impl Step {
     }
 
     /// Bits: 0-3 call, 4 weights, 5-8 data type + 1, 9-14 top_k, 15-31 size, cut off.
+    #[inline]
     fn pack(self) -> u32 {
         let dtype = self.dtype.map_or(0, |dtype| dtype as u32 + 1);
         let size = (self.size as u32).min((1 << 17) - 1);
@@ -167,6 +168,7 @@ impl Shared {
         Ok(shared)
     }
 
+    #[inline]
     fn record(&self, rank: usize) -> &[AtomicU64] {
         assert!(rank < self.ranks, "a rank of the group");
         // SAFETY: the mapping starts on a page and has `ranks` records, which all processes use as atomic words only.
@@ -267,6 +269,7 @@ impl Progress {
     }
 
     /// Notes that this rank makes a call; returns the call's number, from 1.
+    #[inline]
     pub(crate) fn enter(&self, step: Step) -> u64 {
         // The group's lock lets one thread in at a time.
         let number = self.calls.load(Ordering::Relaxed) + 1;
@@ -280,6 +283,7 @@ impl Progress {
     }
 
     /// Notes that the work of call `number` is queued.
+    #[inline]
     pub(crate) fn queued(&self, number: u64) {
         if let Some(shared) = &self.shared {
             shared.record(self.own)[QUEUED].store(number, Ordering::Release);

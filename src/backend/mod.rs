@@ -741,6 +741,7 @@ impl Backend {
         Ok(Layer { config, nccl_bytes: self.nccl_bytes(config.top_k)?, index_bytes })
     }
 
+    #[inline]
     fn registered_layer(&self, id: u64) -> Result<Layer> {
         self.layers.get(&id).copied().ok_or_else(|| {
             let required = "must be an id that nvte_ep_register_layer returned since the last nvte_ep_initialize";
@@ -777,6 +778,7 @@ impl Backend {
     ///
     /// # Safety
     /// The handle memory is device memory of the described extent; `stream` is a stream of the group's device.
+    #[inline]
     unsafe fn prepared_layer(
         &mut self,
         handle: &HandleRef,
@@ -826,6 +828,7 @@ impl Backend {
 
     /// # Safety
     /// As [`Backend::prepared_layer`].
+    #[inline(never)]
     unsafe fn read_stamp(&self, address: u64, (stream, state): (Stream, StreamState)) -> Result<Stamp> {
         if state == StreamState::Capturing {
             return Err(Error::State(
@@ -843,6 +846,7 @@ impl Backend {
     ///
     /// # Safety
     /// `stream` is a live stream.
+    #[inline]
     unsafe fn enter(&mut self, stream: Stream) -> Result<StreamState> {
         if self.stream != Some(stream) && !stream.is_legacy() {
             // SAFETY: passed on.
@@ -931,6 +935,7 @@ impl Backend {
 
     /// # Errors
     /// A tensor that the group's device cannot reach, or whose allocation ends before it does.
+    #[inline]
     fn require_reachable(&mut self, tensor: &TensorView) -> Result<()> {
         self.residency.check(&self.base.cuda, tensor, tensor.byte_len(), Fit::Reachable)
     }
@@ -941,6 +946,7 @@ impl Backend {
     }
 
     /// Handle memory of at least `bytes` bytes on the group's device.
+    #[inline]
     fn require_memory(&mut self, mem: &TensorView, bytes: usize) -> Result<()> {
         require_memory(mem, bytes)?;
         self.residency.check(&self.base.cuda, mem, bytes as u64, Fit::OnDevice)
@@ -1054,6 +1060,7 @@ impl Backend {
 
     /// The handle of `handle` as a handle of `layer`, built or rebuilt where needed. `replay` is what the memory holds,
     /// none for a prepare.
+    #[inline]
     fn handle(
         &mut self,
         handle: &HandleRef,
@@ -1063,16 +1070,28 @@ impl Backend {
         let tokens = replay.map(|prepared| prepared.num_tokens);
         let lookup = self.handles.lookup(handle.key, handle.mem.data, &layer.config, tokens)?;
         if lookup != Lookup::Ready {
-            let memory = handle.mem.bytes(STAMP_BYTES, layer.nccl_bytes);
-            // SAFETY: the memory is the caller's, of the size that was checked, for as long as the handle is used.
-            let built = unsafe { self.group.init_handle(&layer.config, &memory) }?;
-            tracing::debug!(target: "nvte_ep", key = ?handle.key, ?lookup, "handle created");
-            // Queued work and captured graphs use the memory, not the host objects destroyed here.
-            for old in self.handles.insert(handle.key, handle.mem.data, layer.config, replay, built) {
-                self.group.destroy_handle(old)?;
-            }
+            self.build_handle(handle, layer, replay, &lookup)?;
         }
         Ok((&self.group, self.handles.get_mut(handle.key).expect("ready or inserted")))
+    }
+
+    #[inline(never)]
+    fn build_handle(
+        &mut self,
+        handle: &HandleRef,
+        layer: &Layer,
+        replay: Option<Prepared>,
+        lookup: &Lookup,
+    ) -> Result<()> {
+        let memory = handle.mem.bytes(STAMP_BYTES, layer.nccl_bytes);
+        // SAFETY: the memory is the caller's, of the size that was checked, for as long as the handle is used.
+        let built = unsafe { self.group.init_handle(&layer.config, &memory) }?;
+        tracing::debug!(target: "nvte_ep", key = ?handle.key, ?lookup, "handle created");
+        // Queued work and captured graphs use the memory, not the host objects destroyed here.
+        for old in self.handles.insert(handle.key, handle.mem.data, layer.config, replay, built) {
+            self.group.destroy_handle(old)?;
+        }
+        Ok(())
     }
 }
 
@@ -1139,6 +1158,7 @@ fn total_of(mem: &TensorView, call: &Prepare) -> TensorView {
 }
 
 /// A call that needs a routing over memory that holds none of this layer.
+#[cold]
 fn not_prepared(handle: &HandleRef) -> Error {
     let what = match handle.key {
         HandleKey::Registered(id) => format!("layer {id}"),
@@ -1167,6 +1187,7 @@ fn random() -> u64 {
 }
 
 /// Handle memory of at least `bytes` bytes.
+#[inline]
 fn require_memory(mem: &TensorView, bytes: usize) -> Result<()> {
     let found = mem.vector("[bytes]")?;
     mem.require_dtype(&[DType::Byte])?;

@@ -222,6 +222,7 @@ impl Watched {
         Error::State(format!("the group has ended: {reason}; end this process"))
     }
 
+    #[inline]
     fn watch_over(&self, number: u64, step: Step, events: Events) {
         self.ring.lock().queued.push_back(Queued { number, step, events, since: None, reported: false });
     }
@@ -249,11 +250,19 @@ impl Watched {
 
     /// # Safety
     /// `stream` is a live stream of the event's device.
+    #[inline]
     unsafe fn record(&self, event: b::CUevent, stream: Stream) -> bool {
         // SAFETY: the caller vouches for the stream; the event is ours.
         let code = unsafe { (self.base.cuda.cuEventRecord)(event, stream.as_raw()) };
-        let recorded = self.base.cuda.check("cuEventRecord", code);
-        recorded.inspect_err(|error| tracing::warn!(target: "nvte_ep", "a call is not watched: {error}")).is_ok()
+        code == b::CUDA_SUCCESS || self.not_recorded(code)
+    }
+
+    #[cold]
+    fn not_recorded(&self, code: b::CUresult) -> bool {
+        if let Err(error) = self.base.cuda.check("cuEventRecord", code) {
+            tracing::warn!(target: "nvte_ep", "a call is not watched: {error}");
+        }
+        false
     }
 
     /// Whether the work in front of an event is done; none if it failed, and with it the device.
