@@ -52,6 +52,17 @@ pub enum Lookup {
     Moved,
 }
 
+/// A captured prepare.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Captured {
+    /// Whose.
+    pub key: HandleKey,
+    /// Its layer.
+    pub layer: LayerConfig,
+    /// What it leaves.
+    pub prepared: Prepared,
+}
+
 /// Handles by key.
 #[derive(Debug)]
 pub struct HandleCache<H> {
@@ -60,8 +71,8 @@ pub struct HandleCache<H> {
     /// there an entry that says `prepared`.
     owners: FxHashMap<u64, HandleKey>,
     /// Memory that a captured prepare writes, whose graph may be launched at any time: only the memory itself knows what it
-    /// holds. With what the latest capture prepares, for calls of the same capture.
-    captured: FxHashMap<u64, (HandleKey, Prepared)>,
+    /// holds. With what that prepare leaves, for calls that are captured, until a call prepares the memory.
+    captured: FxHashMap<u64, Option<Captured>>,
     relocation: Relocation,
     limit: Option<usize>,
 }
@@ -133,14 +144,17 @@ impl<H> HandleCache<H> {
     pub fn start_prepare(&mut self, key: HandleKey) -> Option<&mut Entry<H>> {
         let memory = self.get_mut(key)?.memory;
         self.own(memory, key);
+        if let Some(captured) = self.captured.get_mut(&memory) {
+            *captured = None;
+        }
         let entry = self.get_mut(key)?;
         entry.prepared = None;
         Some(entry)
     }
 
-    /// Notes that `key` was prepared in `memory` by a stream that captures: nothing has happened yet.
-    pub fn note_captured(&mut self, key: HandleKey, memory: u64, prepared: Prepared) {
-        self.captured.insert(memory, (key, prepared));
+    /// Notes a prepare of `memory` by a stream that captures: nothing has happened yet.
+    pub fn note_captured(&mut self, memory: u64, captured: Captured) {
+        self.captured.insert(memory, Some(captured));
     }
 
     /// Whether a captured prepare may write `memory`.
@@ -148,9 +162,9 @@ impl<H> HandleCache<H> {
         self.captured.contains_key(&memory)
     }
 
-    /// What the latest captured prepare of `key` leaves in `memory`.
-    pub fn captured(&self, key: HandleKey, memory: u64) -> Option<Prepared> {
-        self.captured.get(&memory).filter(|(owner, _)| *owner == key).map(|(_, prepared)| *prepared)
+    /// The captured prepare of `memory`, if no call has prepared it since.
+    pub fn captured(&self, memory: u64) -> Option<Captured> {
+        self.captured.get(&memory).copied().flatten()
     }
 
     /// The entry of `key`, which becomes the most recently used.
@@ -272,10 +286,12 @@ mod tests {
         let eager = Prepared { num_tokens: 20, index_dtype: DType::Int64, recv_total: None };
         cache.start_prepare(KEY).unwrap().prepared = Some(eager);
         let captured = Prepared { num_tokens: 10, ..eager };
-        cache.note_captured(KEY, 0x100, captured);
+        let captured = Captured { key: KEY, layer: layer(2), prepared: captured };
+        cache.note_captured(0x100, captured);
         assert!(cache.is_captured(0x100) && !cache.is_captured(0x200));
-        assert_eq!((cache.prepared(KEY, 0x100), cache.captured(KEY, 0x100)), (Some(eager), Some(captured)));
-        assert_eq!(cache.captured(HandleKey::Registered(8), 0x100), None);
+        assert_eq!((cache.prepared(KEY, 0x100), cache.captured(0x100)), (Some(eager), Some(captured)));
+        cache.start_prepare(KEY).unwrap();
+        assert_eq!((cache.is_captured(0x100), cache.captured(0x100)), (true, None), "the call comes last");
         let entry = cache.get_mut(KEY).unwrap();
         entry.tokens = Some(10);
         let lookup = |tokens| cache.lookup(KEY, 0x100, &layer(2), tokens).unwrap();

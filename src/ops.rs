@@ -150,8 +150,7 @@ fn step(call: Call, layer: &LayerConfig, rows: &TensorView, weights: bool) -> St
 impl Prepare {
     /// What the call is, for the comparison with the other ranks'.
     pub(crate) fn step(&self, layer: &LayerConfig) -> Step {
-        let size = layer.alignment.tokens() as usize;
-        Step { call: Call::Prepare, top_k: layer.top_k, size, dtype: None, weights: false }
+        Step { call: Call::Prepare, top_k: layer.top_k, size: 0, dtype: None, weights: false }
     }
 
     /// Checks every rule.

@@ -56,6 +56,11 @@ impl Call {
 }
 
 impl Call {
+    /// Whether the C function `name` makes a collective call.
+    pub(crate) fn is_name(name: &str) -> bool {
+        name == "nvte_ep_prepare_and_dispatch" || Self::ALL.iter().any(|call| call.name() == name)
+    }
+
     /// Whether the call queues work on a stream; the others wait for all ranks inside.
     const fn is_queued(self) -> bool {
         matches!(self, Self::Prepare | Self::Dispatch | Self::Combine | Self::CombineBwd | Self::DispatchBwd)
@@ -68,9 +73,9 @@ pub(crate) struct Step {
     pub(crate) call: Call,
     /// Experts per token of the layer; 0 = none.
     pub(crate) top_k: u32,
-    /// Elements of a row; of prepare the alignment.
+    /// Elements of a row.
     pub(crate) size: usize,
-    /// Data type of the rows.
+    /// Data type of the rows; told, and not compared: what travels is bytes.
     pub(crate) dtype: Option<DType>,
     /// Whether weights travel with the rows.
     pub(crate) weights: bool,
@@ -87,6 +92,12 @@ impl Step {
         let dtype = self.dtype.map_or(0, |dtype| dtype as u32 + 1);
         let size = (self.size as u32).min((1 << 17) - 1);
         self.call as u32 | u32::from(self.weights) << 4 | dtype << 5 | (self.top_k & 63) << 9 | size << 15
+    }
+
+    /// Whether the kernels of both ranks fit together.
+    fn fits(self, other: Self) -> bool {
+        let bytes = |step: Self| step.dtype.map(|dtype| dtype.bytes(step.size));
+        (self.call, self.weights, self.top_k, bytes(self)) == (other.call, other.weights, other.top_k, bytes(other))
     }
 
     fn unpack(word: u32) -> Option<Self> {
@@ -108,7 +119,7 @@ impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.call.name())?;
         match (self.call, self.dtype) {
-            (Call::Prepare, _) => write!(f, " (top_k {}, alignment {})", self.top_k, self.size),
+            (Call::Prepare, _) => write!(f, " (top_k {})", self.top_k),
             (_, Some(dtype)) => {
                 let weights = if self.weights { ", with weights" } else { "" };
                 write!(f, " (top_k {}, rows of {} {dtype}{weights})", self.top_k, self.size)
@@ -127,6 +138,11 @@ const REFUSED: usize = 2;
 const TEXT_BYTES: usize = 3;
 /// The last call whose work was queued.
 const QUEUED: usize = 4;
+/// The process, and the namespace of its number.
+const PROCESS: usize = 5;
+const NAMESPACE: usize = 6;
+/// Not 0 once a call was captured: what graphs replay is not counted, so that numbers of calls mean nothing any more.
+const CAPTURED: usize = 7;
 const RING: usize = 8;
 const RING_WORDS: usize = 16;
 const TEXT: usize = RING + RING_WORDS;
@@ -143,8 +159,8 @@ enum State {
 /// The shared memory of one group on one machine.
 #[derive(Debug)]
 struct Shared {
-    /// Each rank holds a lock on the byte of its number: it goes when the process ends, however it ends. (A child that was
-    /// forked and lives on keeps it.)
+    /// Each rank holds a lock on the byte of its number: it goes when the process ends, however it ends. A child that was
+    /// forked and lives on keeps it, so the process is looked for too.
     file: File,
     memory: MmapRaw,
     ranks: usize,
@@ -160,11 +176,22 @@ impl Shared {
         options.read(true).write(true).create(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
         let file = options.open(Self::path(key))?;
         let bytes = 8 * WORDS * ranks;
-        file.set_len(bytes as u64)?;
+        // Not just the length: where there is no room for it, a store into the mapping would end the process.
+        // SAFETY: the file is open.
+        match unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, bytes as libc::off_t) } {
+            0 => {}
+            code => {
+                let _ = std::fs::remove_file(Self::path(key));
+                return Err(io::Error::from_raw_os_error(code));
+            }
+        }
         lock(&file, libc::F_OFD_SETLK, own)?;
         let memory = MmapOptions::new().len(bytes).map_raw(&file)?;
         let shared = Self { file, memory, ranks };
-        shared.record(own)[STATE].store(State::Member as u64, Ordering::Release);
+        let record = shared.record(own);
+        record[PROCESS].store(std::process::id().into(), Ordering::Relaxed);
+        record[NAMESPACE].store(process_namespace(), Ordering::Relaxed);
+        record[STATE].store(State::Member as u64, Ordering::Release);
         Ok(shared)
     }
 
@@ -178,7 +205,12 @@ impl Shared {
 
     /// Whether the process of a rank that joined is still there. Asking is no lock.
     fn is_alive(&self, rank: usize) -> bool {
-        lock(&self.file, libc::F_OFD_GETLK, rank).map_or(true, |free| !free)
+        if lock(&self.file, libc::F_OFD_GETLK, rank).is_ok_and(|free| free) {
+            return false;
+        }
+        let record = self.record(rank);
+        let namespace = record[NAMESPACE].load(Ordering::Relaxed);
+        namespace == 0 || namespace != process_namespace() || is_running(record[PROCESS].load(Ordering::Relaxed))
     }
 
     fn tell(&self, own: usize, state: State, refused: u64, text: &str) {
@@ -201,6 +233,24 @@ impl Shared {
         let bytes: Vec<u8> =
             record[TEXT..].iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).take(length).collect();
         String::from_utf8_lossy(&bytes).into_owned()
+    }
+}
+
+/// In which namespace process numbers of this process are; 0 = not known.
+fn process_namespace() -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata("/proc/self/ns/pid").map_or(0, |file| file.ino())
+}
+
+/// Whether there is a process of this number that has not ended.
+fn is_running(process: u64) -> bool {
+    match std::fs::read(format!("/proc/{process}/stat")) {
+        // The state stands behind the name, which is in brackets.
+        Ok(stat) => {
+            let end = stat.iter().rposition(|byte| *byte == b')');
+            !end.and_then(|end| stat.get(end + 2)).is_some_and(|state| matches!(state, b'Z' | b'X'))
+        }
+        Err(error) => error.kind() != io::ErrorKind::NotFound,
     }
 }
 
@@ -282,6 +332,21 @@ impl Progress {
         number
     }
 
+    /// Takes back that the latest call was made, which failed: who makes it again is no call ahead.
+    pub(crate) fn retract(&self, number: u64) {
+        self.calls.store(number - 1, Ordering::Relaxed);
+        if let Some(shared) = &self.shared {
+            shared.record(self.own)[CALLS].store(number - 1, Ordering::Release);
+        }
+    }
+
+    /// Notes that a call was captured into a graph.
+    pub(crate) fn captured(&self) {
+        if let Some(shared) = &self.shared {
+            shared.record(self.own)[CAPTURED].store(1, Ordering::Relaxed);
+        }
+    }
+
     /// Notes that the work of call `number` is queued.
     #[inline]
     pub(crate) fn queued(&self, number: u64) {
@@ -336,7 +401,8 @@ impl Progress {
         }
         if text.is_empty() {
             text.push_str(
-                "every rank that can be seen has made the call: its device, a link, or work in front of it is slow or stuck",
+                "every rank that can be seen has made the call, as far as is known (calls of graphs are not counted): its device, \
+                 a link, or work in front of it is slow or stuck",
             );
         }
         if !elsewhere.is_empty() {
@@ -361,10 +427,17 @@ impl Progress {
 
     fn trouble(&self, shared: &Shared, rank: usize, number: u64, step: Step) -> Option<(Trouble, String)> {
         let record = shared.record(rank);
+        let state = record[STATE].load(Ordering::Acquire);
+        let graphs = |rank: usize| shared.record(rank)[CAPTURED].load(Ordering::Relaxed) != 0;
+        if graphs(rank) || graphs(self.own) {
+            // Only what does not go by numbers.
+            let ended = state == State::Member as u64 && !shared.is_alive(rank);
+            return ended.then(|| (Trouble::Lost, format!("the process of rank {rank} has ended")));
+        }
         let calls = record[CALLS].load(Ordering::Acquire);
         let ring = record[RING + number as usize % RING_WORDS].load(Ordering::Relaxed);
         let theirs = (ring >> 32 == number & u64::from(u32::MAX)).then(|| Step::unpack(ring as u32)).flatten();
-        if let Some(theirs) = theirs.filter(|theirs| calls >= number && theirs.pack() != step.pack()) {
+        if let Some(theirs) = theirs.filter(|theirs| calls >= number && !theirs.fits(step)) {
             return Some((
                 Trouble::Differs,
                 format!(
@@ -373,7 +446,6 @@ impl Progress {
                 ),
             ));
         }
-        let state = record[STATE].load(Ordering::Acquire);
         if state == State::GaveUp as u64 {
             return Some((Trouble::GaveUp, format!("rank {rank} gave up: {}", shared.text(rank))));
         }
@@ -421,9 +493,11 @@ mod tests {
         }
         assert_eq!(Step::unpack(STEP.pack()), Some(STEP));
         assert_eq!(STEP.to_string(), "nvte_ep_dispatch (top_k 8, rows of 7168 bfloat16, with weights)");
-        let prepare = Step { call: Call::Prepare, top_k: 32, size: 128, dtype: None, weights: false };
+        let prepare = Step { call: Call::Prepare, top_k: 32, size: 0, dtype: None, weights: false };
         assert_eq!(Step::unpack(prepare.pack()), Some(prepare));
-        assert_eq!(prepare.to_string(), "nvte_ep_prepare (top_k 32, alignment 128)");
+        assert_eq!(prepare.to_string(), "nvte_ep_prepare (top_k 32)");
+        assert!(STEP.fits(Step { dtype: Some(DType::Float16), ..STEP }) && !STEP.fits(Step { size: 4096, ..STEP }));
+        assert!(!STEP.fits(Step { weights: false, ..STEP }) && !STEP.fits(prepare));
         assert_eq!(Step::unpack(15), None);
     }
 
@@ -493,6 +567,43 @@ mod tests {
         }
         ranks[1].leave();
         assert_eq!(ranks[0].hopeless(), None);
+    }
+
+    #[test]
+    fn graphs_make_numbers_meaningless() {
+        let mut ranks = group(7, 3);
+        ranks[0].enter(STEP);
+        ranks[1].captured();
+        ranks[1].enter(Step::of(Call::Prepare));
+        ranks[2].enter(STEP);
+        ranks[2].queued(1);
+        assert_eq!(ranks[0].hopeless(), None);
+        assert!(!ranks[0].why().text.contains("rank 1"), "{:?}", ranks[0].why());
+        drop(ranks.remove(1));
+        assert_eq!(ranks[0].hopeless().unwrap(), "the process of rank 1 has ended");
+    }
+
+    #[test]
+    fn a_call_that_failed_is_not_counted() {
+        let ranks = group(8, 2);
+        let failed = ranks[1].enter(Step { size: 8, ..STEP });
+        ranks[1].retract(failed);
+        ranks[0].enter(STEP);
+        assert_eq!(ranks[0].why(), Reason { hopeless: false, text: "rank 1 has made 0 calls".into() });
+        assert_eq!(ranks[1].enter(STEP), 1);
+        assert_eq!(ranks[0].hopeless(), None);
+    }
+
+    #[test]
+    fn a_process_that_has_ended_is_known_though_its_child_lives() {
+        assert!(is_running(std::process::id().into()));
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let process = child.id().into();
+        while is_running(process) {
+            std::thread::yield_now();
+        }
+        child.wait().unwrap();
+        assert!(!is_running(process));
     }
 
     #[test]

@@ -20,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "ep/graph.h"
 #include "support/ep.h"
 #include "support/host_stats.h"
 
@@ -533,6 +534,67 @@ int MissingRank() {
   std::_Exit(any);
 }
 
+// The last rank stops in the middle of more calls than are watched one by one.
+int MissingRankFarAhead() {
+  if (!ReadHostStats()) {
+    std::printf("skipped: kernels spin until the process ends\n");
+    return Leave();
+  }
+  setenv("NVTE_EP_TIMEOUT_MS", "1500", 1);
+  auto* const group = new Group(Shape());
+  auto* const layer = new Layer(2, 1);
+  auto* const step = new Step<BFloat16>(*group, *layer, SomeRouting(*group, 1), 1);
+  const bool last = World::Get().rank() == World::Get().size() - 1;
+  step->Prepare();
+  for (int i = 0; i < (last ? 90 : 120); ++i) step->DispatchWithoutWeights();
+  std::this_thread::sleep_for(std::chrono::milliseconds(4000));
+  if (!last) {
+    try {
+      step->Prepare();
+      Fail("a call of a group that has ended went through");
+    } catch (const std::exception& error) {
+      if (std::strstr(error.what(), " has made 91 calls") == nullptr) Fail(error.what());
+    }
+  }
+  static_cast<void>(group);
+  const int mine = failed ? 1 : 0;
+  int any = 0;
+  MPI_Allreduce(&mine, &any, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
+  MPI_Finalize();
+  std::_Exit(any);
+}
+
+// One rank replays a graph where the others call, and ranks are late afterwards: nothing is wrong with that, though
+// their numbers of calls differ. Nor is it with a call that failed on one rank and is made again.
+int GraphsMeetCalls() {
+  Group group(Shape());
+  Layer layer(2, 1);
+  Step<BFloat16> step(group, layer, SomeRouting(group, 1), 1);
+  const bool first = World::Get().rank() == 0;
+  const auto late = [&] {
+    if (!first) std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+  };
+  step.ForwardAndBackward();
+  std::unique_ptr<Graph> graph;
+  if (first) graph = std::make_unique<Graph>([&] { step.dispatch_args().Call(); });
+  for (int i = 0; i < 3; ++i) {
+    step.Prepare();
+    if (first) {
+      graph->Launch();
+    } else {
+      step.Dispatch();
+    }
+    step.Combine();
+    World::Get().Wait();
+  }
+  late();
+  step.ForwardAndBackward();
+  late();
+  group.Shutdown();
+  if (testing::UnitTest::GetInstance()->ad_hoc_test_result().Failed()) Fail("a step gave wrong values");
+  return Leave();
+}
+
 // A mistake, and the library says so: the communicator has to outlive shutdown.
 int DestroyThenShutdown() {
   if (!ReadHostStats()) {
@@ -651,6 +713,8 @@ constexpr Order kOrders[] = {
     {"late_initialize", LateInitialize},
     {"late_symm_alloc", LateSymmAlloc},
     {"missing_rank", MissingRank},
+    {"missing_rank_far_ahead", MissingRankFarAhead},
+    {"graphs_meet_calls", GraphsMeetCalls},
     {"destroy_then_shutdown", DestroyThenShutdown},
     {"abort_then_shutdown", AbortThenShutdown},
     // Last: on a GPU that ranks share, this fails the device for all of its processes.

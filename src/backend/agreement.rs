@@ -134,13 +134,23 @@ impl Meeting {
         let bytes = RECORD * (facts.size as usize + 1);
         // SAFETY: `scratch` is a live pointer.
         let code = unsafe { (base.cuda.cuMemAlloc_v2)(&raw mut scratch, bytes) };
-        base.cuda.check("cuMemAlloc_v2", code)?;
+        if let Err(error) = base.cuda.check("cuMemAlloc_v2", code) {
+            // SAFETY: our own stream, idle.
+            unsafe { (base.cuda.cuStreamDestroy_v2)(stream.as_raw()) };
+            return Err(error);
+        }
         Ok(Self { base, comm, facts, stream, scratch, watched: None })
     }
 
     /// From now on waits end early where a rank cannot come any more, and time-outs name the missing.
     pub(crate) fn watch(&mut self, watched: Arc<Watched>) {
         self.watched = Some(watched);
+    }
+
+    /// Why the group is at its end, if it is.
+    pub(crate) fn ended(&self) -> Option<String> {
+        let ended = self.watched.as_deref().and_then(|watched| watched.require_alive().err());
+        ended.map(|error| error.to_string())
     }
 
     /// Why this rank's latest call cannot come to its end, if that can be seen.

@@ -15,7 +15,7 @@ use crate::config::{Dialect, GroupConfig, GroupRequest, LayerConfig, Overflow, R
 use crate::dtype::DType;
 use crate::env::{Env, RuntimeKind};
 use crate::error::{Error, Result};
-use crate::handle_cache::{Entry, HandleCache, HandleKey, Lookup};
+use crate::handle_cache::{Captured, Entry, HandleCache, HandleKey, Lookup};
 use crate::memory::GroupMemory;
 use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Payloads, Prepare, Prepared, scales_of};
 use crate::options::Options;
@@ -516,9 +516,8 @@ impl EpGroup {
     /// # Safety
     /// As [`EpGroup::prepare`].
     pub unsafe fn recv_totals(&self, mem: &TensorView, stream: Stream) -> Result<RecvTotals> {
-        let mut locked = self.lock()?;
         // SAFETY: passed on.
-        unsafe { locked.backend.recv_totals(mem, stream) }
+        self.watched(|backend, _| unsafe { backend.recv_totals(mem, stream) })
     }
 
     /// Hands out `bytes` bytes of symmetric memory, at the same offset of the same window on every rank; collective, and
@@ -637,7 +636,17 @@ impl Backend {
         let mut meeting = Meeting::new(base, comm, comm_facts)?;
         // SAFETY: the caller vouches for `comm`.
         let statements =
-            unsafe { meeting.exchange(Kind::Statement, &own, env.timeout, "all ranks to call nvte_ep_initialize") }?;
+            unsafe { meeting.exchange(Kind::Statement, &own, env.timeout, "all ranks to call nvte_ep_initialize") };
+        let statements = match statements {
+            Ok(statements) => statements,
+            Err(error) => {
+                // What was given up on may still use its memory.
+                if !matches!(error, Error::TimeOut { .. }) {
+                    meeting.close_after_failure();
+                }
+                return Err(error);
+            }
+        };
         let (keys, places): (Vec<u64>, Vec<Place>) = statements
             .iter()
             .map(|statement| {
@@ -794,9 +803,14 @@ impl Backend {
         let (_, state) = stream;
         let by_graph = self.handles.is_captured(memory);
         let (config, prepared) = match known {
+            // What is captured goes by the prepare that comes last, captured or not.
+            _ if by_graph && state == StreamState::Capturing && self.handles.captured(memory).is_some() => {
+                let captured = self.handles.captured(memory).filter(|captured| captured.key == handle.key);
+                let captured = captured.ok_or_else(|| not_prepared(handle))?;
+                (captured.layer, Some(captured.prepared))
+            }
             Some((config, at)) if at == memory && by_graph && state == StreamState::Capturing => {
-                let captured = self.handles.captured(handle.key, memory);
-                (config, captured.or_else(|| self.handles.prepared(handle.key, memory)))
+                (config, self.handles.prepared(handle.key, memory))
             }
             // The layer's own memory, as far as this process knows.
             Some((config, at)) if at == memory && !by_graph => (config, self.handles.prepared(handle.key, memory)),
@@ -838,7 +852,17 @@ impl Backend {
             ));
         }
         // SAFETY: passed on; the stream does not capture.
-        Ok(Stamp(unsafe { self.base.cuda.read_words(address, stream) }?))
+        Ok(Stamp(unsafe { self.read_words(address, stream) }?))
+    }
+
+    /// Reads words of handle memory behind what is queued on `stream`, unless the group comes to its end before.
+    ///
+    /// # Safety
+    /// As [`Backend::prepared_layer`]; the stream does not capture.
+    unsafe fn read_words<const N: usize>(&self, address: u64, stream: Stream) -> Result<[u32; N]> {
+        let ended = || self.meeting.ended();
+        // SAFETY: passed on.
+        unsafe { self.base.cuda.read_words(address, stream, &ended) }
     }
 
     /// What a call's stream does. Fails if it is not the device's, or if the device has failed: NCCL EP aborts or exits on
@@ -968,7 +992,7 @@ impl Backend {
             return Ok(prepared);
         }
         // SAFETY: passed on; the stream does not capture.
-        let [low, high] = unsafe { self.base.cuda.read_words(handle.mem.data + TOTAL_OFFSET as u64, stream) }?;
+        let [low, high] = unsafe { self.read_words(handle.mem.data + TOTAL_OFFSET as u64, stream) }?;
         let total = u64::from(high) << 32 | u64::from(low);
         self.handles.note_total(handle.mem.data, total);
         Ok(Prepared { recv_total: Some(total), ..prepared })
@@ -987,7 +1011,7 @@ impl Backend {
             ));
         }
         // SAFETY: passed on; the stream does not capture.
-        let words = unsafe { self.base.cuda.read_words(mem.data, stream) }.map_err(|error| self.explain(error))?;
+        let words = unsafe { self.read_words(mem.data, stream) }.map_err(|error| self.explain(error))?;
         const { assert!(TOTAL_OFFSET == 2 * size_of::<u32>() && NOT_EXPERTS_OFFSET == 4 * size_of::<u32>()) };
         let [first, second, low, high, not_experts] = words;
         if Stamp([first, second]).read(self.epoch).is_none() {
@@ -1053,7 +1077,10 @@ impl Backend {
         entry.tokens = Some(prepared.num_tokens);
         match state {
             StreamState::Working => entry.prepared = Some(prepared),
-            StreamState::Capturing => self.handles.note_captured(handle.key, handle.mem.data, prepared),
+            StreamState::Capturing => {
+                let captured = Captured { key: handle.key, layer: layer.config, prepared };
+                self.handles.note_captured(handle.mem.data, captured);
+            }
         }
         Ok(())
     }
@@ -1128,6 +1155,7 @@ impl Live {
             let text = format!("{error}; the group's device memory is left to the process's end");
             tracing::warn!(target: "nvte_ep", device, "{text}");
             watch.progress().give_up(&text);
+            watch.abandon();
             return vec![text];
         }
         watch.progress().leave();

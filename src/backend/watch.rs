@@ -6,7 +6,7 @@
 //! Calls that are captured are not watched: graphs are replayed without the library.
 
 use crate::error::{Error, Result};
-use crate::progress::{Progress, Step};
+use crate::progress::{Call, Progress, Step};
 use crate::sys::Base;
 use crate::sys::cuda::{Stream, StreamState};
 use nvte_ep_bindings as b;
@@ -18,7 +18,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Calls in flight that are watched; with more, the newest are not.
+/// Calls in flight that are watched: with more, the oldest and the newest.
 const IN_FLIGHT: usize = 64;
 /// A call that takes longer is reported.
 const SLOW: Duration = Duration::from_secs(30);
@@ -43,7 +43,9 @@ struct Queued {
     number: u64,
     step: Step,
     events: Events,
-    /// When it was first seen to run.
+    /// Whether calls in front of it are not watched.
+    behind_others: bool,
+    /// When it, or one of those, was first seen to run.
     since: Option<Instant>,
     reported: bool,
 }
@@ -80,6 +82,8 @@ pub(super) struct Watch {
     watched: Arc<Watched>,
     /// Events for more calls, taken from the ring many at a time.
     spare: Vec<Events>,
+    /// Whether calls since the last one that is watched are not.
+    skipped: bool,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -112,7 +116,7 @@ impl Watch {
                 .inspect_err(|error| tracing::warn!(target: "nvte_ep", "the group's calls are not watched: {error}"))
                 .ok()
         });
-        Self { watched, spare: Vec::with_capacity(IN_FLIGHT), thread }
+        Self { watched, spare: Vec::with_capacity(IN_FLIGHT), skipped: false, thread }
     }
 
     pub(super) fn share(&self) -> Arc<Watched> {
@@ -131,6 +135,7 @@ impl Watch {
         work: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
         if state == StreamState::Capturing {
+            self.watched.progress.captured();
             return work();
         }
         let number = self.watched.progress.enter(step);
@@ -138,14 +143,15 @@ impl Watch {
         // SAFETY: the caller vouches for the stream; the events are ours.
         let begun = events.is_some_and(|events| unsafe { self.watched.record(events.begin, stream) });
         let result = work();
-        if result.is_ok() {
-            self.watched.progress.queued(number);
+        match result.is_ok() {
+            true => self.watched.progress.queued(number),
+            false => self.watched.progress.retract(number),
         }
         if let Some(events) = events {
             // SAFETY: as above.
             let ended = begun && result.is_ok() && unsafe { self.watched.record(events.end, stream) };
             match ended {
-                true => self.watched.watch_over(number, step, events),
+                true => self.watched.watch_over(number, step, events, std::mem::take(&mut self.skipped)),
                 false => self.spare.push(events),
             }
         }
@@ -166,8 +172,10 @@ impl Watch {
             return self.watched.make_events();
         }
         if ring.free.is_empty() {
-            // The thread looks only now and then.
-            self.watched.collect(&mut ring);
+            // The newest gives way to one that is newer: it comes after it on the device too.
+            let newest = ring.queued.pop_back()?;
+            self.skipped = true;
+            return Some(newest.events);
         }
         std::mem::swap(&mut ring.free, &mut self.spare);
         self.spare.pop()
@@ -182,7 +190,8 @@ impl Watch {
 
     /// Notes why the call `name` failed, for the ranks that wait for it.
     pub(super) fn failed(&self, name: &str, error: &Error) {
-        if self.watched.ended.get().is_none() {
+        // Others are no calls that ranks wait for.
+        if self.watched.ended.get().is_none() && Call::is_name(name) {
             self.progress().refuse(&format!("{name}: {error}"));
         }
     }
@@ -191,9 +200,15 @@ impl Watch {
         self.watched.progress()
     }
 
+    /// Ends the watch over work that is left to the end of the process.
+    pub(super) fn abandon(self) {
+        *self.watched.stopped.lock() = true;
+        self.watched.stop.notify_all();
+    }
+
     /// Ends the thread and gives its events back; what was queued is done.
     pub(super) fn stop(self) {
-        let Self { watched, spare, thread } = self;
+        let Self { watched, spare, skipped: _, thread } = self;
         *watched.stopped.lock() = true;
         watched.stop.notify_all();
         // It panics nowhere; if it did, there is nothing to add.
@@ -223,8 +238,9 @@ impl Watched {
     }
 
     #[inline]
-    fn watch_over(&self, number: u64, step: Step, events: Events) {
-        self.ring.lock().queued.push_back(Queued { number, step, events, since: None, reported: false });
+    fn watch_over(&self, number: u64, step: Step, events: Events, behind_others: bool) {
+        let call = Queued { number, step, events, behind_others, since: None, reported: false };
+        self.ring.lock().queued.push_back(call);
     }
 
     pub(super) fn progress(&self) -> &Progress {
@@ -318,8 +334,9 @@ impl Watched {
             return Look::DeviceFailed;
         }
         let now = Instant::now();
-        for call in &mut ring.queued {
-            if call.since.is_none() && self.is_done(call.events.begin) == Some(true) {
+        for (index, call) in ring.queued.iter_mut().enumerate() {
+            let unwatched = index == 0 && call.behind_others;
+            if call.since.is_none() && (unwatched || self.is_done(call.events.begin) == Some(true)) {
                 call.since = Some(now);
             }
         }

@@ -287,7 +287,11 @@ impl Cuda {
                 });
             }
             // Short at first for the common quick case, then easy on the processor.
-            std::thread::sleep(Duration::from_micros(if waited.as_millis() < 5 { 20 } else { 500 }));
+            match waited.as_micros() {
+                ..200 => std::thread::yield_now(),
+                200..5000 => std::thread::sleep(Duration::from_micros(20)),
+                _ => std::thread::sleep(Duration::from_micros(500)),
+            }
         }
     }
 
@@ -349,23 +353,42 @@ impl Cuda {
         Ok((free, total))
     }
 
-    /// Reads words back after all that is queued on `stream`; the calling thread waits.
+    /// Reads words back after all that is queued on `stream`; the calling thread waits, until `hopeless` says why there is no
+    /// end. No capture of another stream is harmed.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's; [`Error::TimeOut`].
     ///
     /// # Safety
     /// The memory is readable device memory, and `stream` does not capture.
-    pub unsafe fn read_words<const N: usize>(&self, address: u64, stream: Stream) -> Result<[u32; N]> {
-        let mut words = [0u32; N];
-        // SAFETY: the caller vouches for memory and stream; the copy is waited for before `words` is looked at.
-        let code = unsafe {
-            (self.cuMemcpyDtoHAsync_v2)(words.as_mut_ptr().cast(), address, size_of_val(&words), stream.as_raw())
+    pub unsafe fn read_words<const N: usize>(
+        &self,
+        address: u64,
+        stream: Stream,
+        hopeless: &dyn Fn() -> Option<String>,
+    ) -> Result<[u32; N]> {
+        let read = || {
+            // The copy waits for the stream too, but without an end.
+            // SAFETY: the caller vouches for the stream.
+            unsafe { self.wait(stream, None, "the work queued on the stream", "", hopeless) }?;
+            let mut words = [0u32; N];
+            let (to, bytes) = (words.as_mut_ptr().cast(), size_of_val(&words));
+            // SAFETY: the caller vouches for memory and stream; the copy is waited for before `words` is looked at.
+            let code = unsafe { (self.cuMemcpyDtoHAsync_v2)(to, address, bytes, stream.as_raw()) };
+            self.check("cuMemcpyDtoHAsync_v2", code)?;
+            // SAFETY: the caller vouches for the stream.
+            self.check("cuStreamSynchronize", unsafe { (self.cuStreamSynchronize)(stream.as_raw()) })?;
+            Ok(words)
         };
-        self.check("cuMemcpyDtoHAsync_v2", code)?;
-        // SAFETY: the caller vouches for the stream.
-        self.check("cuStreamSynchronize", unsafe { (self.cuStreamSynchronize)(stream.as_raw()) })?;
-        Ok(words)
+        // A capture in global mode forbids waits to every thread that does not say that it knows better.
+        let mut mode = b::CU_STREAM_CAPTURE_MODE_RELAXED;
+        let exchange = self.cuThreadExchangeStreamCaptureMode;
+        // SAFETY: `mode` is live.
+        self.check("cuThreadExchangeStreamCaptureMode", unsafe { exchange(&raw mut mode) })?;
+        let words = read();
+        // SAFETY: `mode` is live, and the thread's own mode again.
+        self.check("cuThreadExchangeStreamCaptureMode", unsafe { exchange(&raw mut mode) })?;
+        words
     }
 
     /// Whether `stream` captures a graph, or works. No capture of another stream is harmed.

@@ -108,11 +108,17 @@ fn host_library(env: &Env) -> Result<&'static Library> {
     let name = "libnvte_ep_host.so";
     let candidates = match &env.host_lib {
         Some(path) => vec![path.clone()],
-        None => own_directories()
-            .into_iter()
-            .map(|directory| directory.join(name))
-            .chain([PathBuf::from(format!("{name}.1"))])
-            .collect(),
+        None => {
+            // The one that the program is linked to, before a copy of it beside us.
+            let soname = format!("{name}.1");
+            // SAFETY: RTLD_NOLOAD runs nothing; it only finds what is loaded.
+            let loaded = unsafe { UnixLibrary::open(Some(&soname), libc::RTLD_NOLOAD | RTLD_NOW) };
+            if let Ok(loaded) = loaded {
+                return Ok(Box::leak(Box::new(loaded.into())));
+            }
+            let beside = own_directories().into_iter().map(|directory| directory.join(name));
+            beside.chain([PathBuf::from(soname)]).collect()
+        }
     };
     open_first(HOST, "build it (cargo build --release) or set NVTE_EP_HOST_LIB to its path", candidates)
 }

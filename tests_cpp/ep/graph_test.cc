@@ -144,6 +144,24 @@ TEST_F(Graphs, PreparedByGraphAndByCallsInTurn) {
   refused(captured, "20");
 }
 
+// What is captured goes by the prepare that comes last: of a call, though an earlier graph prepared another number of
+// tokens.
+TEST_F(Graphs, CapturedAfterACallPreparedAnew) {
+  const auto routing = [&](int rows, std::uint64_t seed) {
+    return RandomRouting(EvenRows(rows), 2, Experts(group_), seed);
+  };
+  Step<BFloat16> eight(group_, layer_, routing(8, 8117), 8117), four(group_, layer_, routing(4, 8118), 8118);
+  eight.ForwardAndBackward();
+  four.ForwardAndBackward();
+  const Graph prepares([&] { eight.prepare_args().Call(); });
+  prepares.Launch();
+  four.Prepare();
+  four.recv_tokens.Clear();
+  const Graph dispatches([&] { four.dispatch_args().Call(); });
+  dispatches.Launch();
+  four.CheckReceived();
+}
+
 TEST_F(Graphs, ManyCapturesOfOneStep) {
   Step<BFloat16> step(group_, layer_, SomeRouting(group_, 8120), 8120);
   for (int i = 0; i < 20; ++i) {
