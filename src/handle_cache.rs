@@ -152,6 +152,14 @@ impl<H> HandleCache<H> {
         Some(entry)
     }
 
+    /// Notes that the bytes in `memory`, where `key` is, are others than before: a `layer` that was `prepared` elsewhere.
+    pub fn moved_here(&mut self, key: HandleKey, memory: u64, layer: &LayerConfig, prepared: Prepared) {
+        self.own(memory, key);
+        if let Some(entry) = self.get_mut(key) {
+            entry.prepared = (entry.layer == *layer).then_some(prepared);
+        }
+    }
+
     /// Notes a prepare of `memory` by a stream that captures: nothing has happened yet.
     pub fn note_captured(&mut self, memory: u64, captured: Captured) {
         self.captured.insert(memory, Some(captured));

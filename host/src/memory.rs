@@ -6,6 +6,7 @@ use std::ffi::c_void;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use nvte_ep_bindings::{
     cudaErrorHostMemoryAlreadyRegistered, cudaErrorIllegalAddress, cudaErrorInvalidValue, cudaErrorMemoryAllocation,
@@ -65,6 +66,14 @@ pub struct Allocation {
     pub kind: Kind,
     /// Device ordinal on which it was made.
     pub device: i32,
+    /// Tells it from any other allocation of the process, at whatever address.
+    pub id: u64,
+}
+
+/// Ids are never given out twice; 0 is nobody's.
+fn next_id() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 /// Memory that peers can map.
@@ -129,7 +138,7 @@ pub fn allocate(bytes: usize, kind: Kind, device: i32) -> Outcome<*mut c_void> {
     // SAFETY: the range was just allocated with this size.
     unsafe { base.write_bytes(if kind.on_device() { POISON } else { 0 }, bytes) };
     let address = base.as_ptr() as usize;
-    ALLOCATIONS.lock().insert(address, Allocation { base: address, bytes, kind, device });
+    ALLOCATIONS.lock().insert(address, Allocation { base: address, bytes, kind, device, id: next_id() });
     Ok(base.as_ptr().cast())
 }
 
@@ -205,7 +214,8 @@ pub fn register(address: usize, bytes: usize, device: i32) -> Outcome<()> {
         let text = format!("a part of {bytes} bytes at {address:#x} is registered, or was allocated by CUDA or NCCL");
         return Err(Fault::cuda(cudaErrorHostMemoryAlreadyRegistered, text));
     }
-    allocations.insert(address, Allocation { base: address, bytes, kind: Kind::Registered, device });
+    let allocation = Allocation { base: address, bytes, kind: Kind::Registered, device, id: next_id() };
+    allocations.insert(address, allocation);
     Ok(())
 }
 

@@ -131,6 +131,9 @@ struct Backend {
     /// Tells this group's stamps from those of another time.
     epoch: u64,
     residency: Residency,
+    /// Handle memory that goes by its address -> which allocation it was at its last call. The bytes of other handle memory
+    /// may be moved to where some was freed.
+    allocations: FxHashMap<u64, u64>,
     /// The stream of the last call, which is one of the group's device.
     stream: Option<Stream>,
 }
@@ -713,6 +716,7 @@ impl Backend {
             handles,
             epoch: EPOCH.fetch_add(1, Ordering::Relaxed),
             residency: Residency::new(device),
+            allocations: FxHashMap::default(),
             stream: None,
         };
         Ok(Live { watch, backend })
@@ -802,6 +806,7 @@ impl Backend {
         let known = self.handles.get_mut(handle.key).map(|entry| (entry.layer, entry.memory));
         let (_, state) = stream;
         let by_graph = self.handles.is_captured(memory);
+        let other = registered.is_none() && !self.is_same_allocation(memory)?;
         let (config, prepared) = match known {
             // What is captured goes by the prepare that comes last, captured or not.
             _ if by_graph && state == StreamState::Capturing && self.handles.captured(memory).is_some() => {
@@ -813,7 +818,9 @@ impl Backend {
                 (config, self.handles.prepared(handle.key, memory))
             }
             // The layer's own memory, as far as this process knows.
-            Some((config, at)) if at == memory && !by_graph => (config, self.handles.prepared(handle.key, memory)),
+            Some((config, at)) if at == memory && !by_graph && !other => {
+                (config, self.handles.prepared(handle.key, memory))
+            }
             // Registered and never prepared anywhere.
             None if registered.is_some() => return Err(not_prepared(handle)),
             // Memory that is new to the library: moved here, or given up by the cache. Or a graph may have prepared it.
@@ -825,6 +832,10 @@ impl Backend {
                 // SAFETY: passed on.
                 let stamp = unsafe { self.read_stamp(memory, stream) }?;
                 let (config, prepared) = stamp.read(self.epoch).ok_or_else(|| not_prepared(handle))?;
+                if other {
+                    self.handles.moved_here(handle.key, memory, &config, prepared);
+                    self.allocations.insert(memory, self.base.cuda.allocation_id(memory)?);
+                }
                 (config, Some(prepared))
             }
         };
@@ -853,6 +864,11 @@ impl Backend {
         }
         // SAFETY: passed on; the stream does not capture.
         Ok(Stamp(unsafe { self.read_words(address, stream) }?))
+    }
+
+    /// Whether handle memory is the allocation that it was at its last call.
+    fn is_same_allocation(&self, memory: u64) -> Result<bool> {
+        Ok(self.allocations.get(&memory) == Some(&self.base.cuda.allocation_id(memory)?))
     }
 
     /// Reads words of handle memory behind what is queued on `stream`, unless the group comes to its end before.
@@ -1075,6 +1091,9 @@ impl Backend {
         // SAFETY: the caller vouches for the stream.
         unsafe { watch.queue(step, stream, state, queue) }?;
         entry.tokens = Some(prepared.num_tokens);
+        if let HandleKey::Address(memory) = handle.key {
+            self.allocations.insert(memory, cuda.allocation_id(memory)?);
+        }
         match state {
             StreamState::Working => entry.prepared = Some(prepared),
             StreamState::Capturing => {

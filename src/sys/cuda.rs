@@ -450,6 +450,22 @@ impl Cuda {
         Ok(own == current)
     }
 
+    /// What tells the allocation at `address` from all others, of the same place too; 0 for memory that the driver does not
+    /// know.
+    ///
+    /// # Errors
+    /// The driver's.
+    #[inline]
+    pub fn allocation_id(&self, address: u64) -> Result<u64> {
+        let mut id = 0u64;
+        let mut attribute = b::CU_POINTER_ATTRIBUTE_BUFFER_ID;
+        let mut out: *mut c_void = (&raw mut id).cast();
+        let (attributes, out) = (&raw mut attribute, &raw mut out);
+        // SAFETY: one attribute and a place of its type; any address may be asked about.
+        let code = unsafe { (self.cuPointerGetAttributes)(1, attributes, out, address) };
+        self.check("cuPointerGetAttributes", code).map(|()| id)
+    }
+
     /// What the driver knows of the memory at `address`; none for memory that it does not know.
     ///
     /// # Errors

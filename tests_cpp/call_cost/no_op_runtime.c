@@ -67,6 +67,7 @@ int cuPointerGetAttributes(unsigned count, const int* attributes, void** data, u
   for (unsigned i = 0; i < count; ++i) {
     switch (attributes[i]) {
       case 2: *(unsigned*)data[i] = 2; break;                      // memory type: device
+      case 7: *(uint64_t*)data[i] = 1; break;                      // allocation
       case 8: *(unsigned*)data[i] = 0; break;                      // managed
       case 9: *(int*)data[i] = 0; break;                           // device
       case 10: *(char*)data[i] = 0; break;                         // legacy IPC

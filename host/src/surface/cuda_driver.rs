@@ -798,7 +798,7 @@ fn allocation_at(ptr: CUdeviceptr) -> Option<Allocation> {
         let anything = check::policy().is_ok_and(|policy| policy != Policy::Error);
         let device = device::selected().ordinal;
         let bytes = (usize::MAX >> 1) - address.min(usize::MAX >> 1);
-        (anything && address != 0).then_some(Allocation { base: address, bytes, kind: Kind::Device, device })
+        (anything && address != 0).then_some(Allocation { base: address, bytes, kind: Kind::Device, device, id: 0 })
     })
 }
 
@@ -834,6 +834,8 @@ unsafe fn put_attribute(
         CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE => unsafe {
             put(data.cast::<bool>(), allocation.kind == Kind::Device)
         },
+        // SAFETY: the caller vouches for an unsigned long long.
+        CU_POINTER_ATTRIBUTE_BUFFER_ID => unsafe { put(data.cast::<u64>(), allocation.id) },
         // SAFETY: the caller vouches for an int.
         CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL => unsafe { put(data.cast::<c_int>(), allocation.device) },
         // SAFETY: the caller vouches for a CUdeviceptr.
