@@ -66,11 +66,24 @@ void CheckNothingIsLeft(std::uint64_t groups) {
   if (stats->handles_created != 2 * groups || stats->handles_destroyed != 2 * groups) Fail("a handle is left");
 }
 
-int Leave() {
+// 1 if a rank failed, on every rank.
+int AnyFailed() {
   const int mine = failed ? 1 : 0;
   int any = 0;
   MPI_Allreduce(&mine, &any, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
+  return any;
+}
+
+int Leave() {
+  const int any = AnyFailed();
   return World::Stop() ? any : 1;
+}
+
+// Where group and communicator cannot be given back.
+[[noreturn]] void LeaveWithoutShutdown() {
+  const int any = AnyFailed();
+  MPI_Finalize();
+  std::_Exit(any);
 }
 
 int ShutdownThenDestroy() {
@@ -400,11 +413,7 @@ int SkippedLayer() {
     }
     if (std::chrono::steady_clock::now() - start > std::chrono::seconds(5)) Fail("later calls waited");
   }
-  const int mine = failed ? 1 : 0;
-  int any = 0;
-  MPI_Allreduce(&mine, &any, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
-  MPI_Finalize();
-  std::_Exit(any);
+  LeaveWithoutShutdown();
 }
 
 // One rank gives up waiting for another in initialize. The late one is told within its own limit, neither hangs in the
@@ -471,12 +480,8 @@ int LateSymmAlloc() {
   nvte_ep_ext_memory_usage(&usage);
   if (usage.symm_allocations != 1) Fail("the late call left an allocation");
   static_cast<void>(group);
-  const int mine = failed ? 1 : 0;
-  int any = 0;
-  MPI_Allreduce(&mine, &any, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
-  MPI_Finalize();
   // The group cannot be shut down: a rank's call is still on its communicator.
-  std::_Exit(any);
+  LeaveWithoutShutdown();
 }
 
 // The last rank leaves a call out. The others' device waits for it: their group ends with its name, their calls throw,
@@ -527,11 +532,7 @@ int MissingRank() {
   }
   if (std::chrono::steady_clock::now() - start > std::chrono::seconds(20)) Fail("the ends took too long");
   static_cast<void>(group);
-  const int mine = failed ? 1 : 0;
-  int any = 0;
-  MPI_Allreduce(&mine, &any, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
-  MPI_Finalize();
-  std::_Exit(any);
+  LeaveWithoutShutdown();
 }
 
 // The last rank stops in the middle of more calls than are watched one by one.
@@ -557,11 +558,7 @@ int MissingRankFarAhead() {
     }
   }
   static_cast<void>(group);
-  const int mine = failed ? 1 : 0;
-  int any = 0;
-  MPI_Allreduce(&mine, &any, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
-  MPI_Finalize();
-  std::_Exit(any);
+  LeaveWithoutShutdown();
 }
 
 // One rank replays a graph where the others call, and ranks are late afterwards: nothing is wrong with that, though
@@ -680,12 +677,8 @@ int OverflowThatTraps() {
     explains("nvte_ep_dispatch", [&] { step->Dispatch(); });
     explains("nvte_ep_shutdown", [] { nvte_ep_shutdown(); });
   }
-  const int mine = failed ? 1 : 0;
-  int any = 0;
-  MPI_Allreduce(&mine, &any, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
-  MPI_Finalize();
   // Nothing can be given back to a device that has failed, nor to a group without rank 0.
-  std::_Exit(any);
+  LeaveWithoutShutdown();
 }
 
 struct Order {
