@@ -30,6 +30,9 @@ pub struct Entry<H> {
     pub prepared: Option<Prepared>,
     /// The token count that the handle goes by: of its last prepare, captured or not. None where its first use tells.
     pub tokens: Option<usize>,
+    /// Whether the gradient of dispatch has been queued since the last prepare, which is the last that a step does: what is
+    /// here now may be another's.
+    pub spent: bool,
 }
 
 impl<H> Entry<H> {
@@ -148,7 +151,7 @@ impl<H> HandleCache<H> {
             *captured = None;
         }
         let entry = self.get_mut(key)?;
-        entry.prepared = None;
+        (entry.prepared, entry.spent) = (None, false);
         Some(entry)
     }
 
@@ -156,7 +159,7 @@ impl<H> HandleCache<H> {
     pub fn moved_here(&mut self, key: HandleKey, memory: u64, layer: &LayerConfig, prepared: Prepared) {
         self.own(memory, key);
         if let Some(entry) = self.get_mut(key) {
-            entry.prepared = (entry.layer == *layer).then_some(prepared);
+            (entry.prepared, entry.spent) = ((entry.layer == *layer).then_some(prepared), false);
         }
     }
 
@@ -208,7 +211,7 @@ impl<H> HandleCache<H> {
             self.own(memory, key);
         }
         let tokens = prepared.map(|prepared| prepared.num_tokens);
-        self.entries.put(key, Entry { handle, memory, layer, prepared, tokens });
+        self.entries.put(key, Entry { handle, memory, layer, prepared, tokens, spent: false });
         gone.into_iter().map(|(_, entry)| entry.handle).collect()
     }
 

@@ -17,6 +17,9 @@ pub(crate) const NOT_EXPERTS_OFFSET: usize = 16;
 /// Where stamp and counters end; all of it is zero when a prepare starts.
 pub(crate) const COUNTERS_END: usize = NOT_EXPERTS_OFFSET + size_of::<u32>();
 
+// They are read as words, in one go with the stamp.
+const _: () = assert!(TOTAL_OFFSET == 2 * size_of::<u32>() && NOT_EXPERTS_OFFSET == 4 * size_of::<u32>());
+
 /// The two words of a stamp: a packed description with a check of everything, and the token count.
 ///
 /// Bits of the first word: 0-4 top_k - 1, 5 whether indices are int32, 6-10 log2 of the alignment, 11-31 the check.

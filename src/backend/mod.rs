@@ -11,7 +11,9 @@ mod watch;
 
 pub use nccl_ep::Communicator;
 
-use crate::config::{Dialect, GroupConfig, GroupRequest, LayerConfig, Overflow, RecvCapacity, SlabAlignment};
+use crate::config::{
+    Dialect, GroupConfig, GroupRequest, LayerConfig, Overflow, RecvCapacity, Relocation, SlabAlignment,
+};
 use crate::dtype::DType;
 use crate::env::{Env, RuntimeKind};
 use crate::error::{Error, Result};
@@ -134,8 +136,18 @@ struct Backend {
     /// Handle memory that goes by its address -> which allocation it was at its last call. The bytes of other handle memory
     /// may be moved to where some was freed.
     allocations: FxHashMap<u64, u64>,
+    /// The layers of handle memory that goes by its address.
+    unregistered: Unregistered,
     /// The stream of the last call, which is one of the group's device.
     stream: Option<Stream>,
+}
+
+/// Whether handle memory that goes by its address has had one configuration. If so, that of any moved bytes is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Unregistered {
+    None,
+    One(LayerConfig),
+    Several,
 }
 
 /// What a step's routing needs of a rank's receive buffers, in rows with their padding.
@@ -423,25 +435,33 @@ impl EpGroup {
         handle: &HandleRef,
         call: &mut C,
         stream: Stream,
-        check: impl FnOnce(&mut C, &GroupConfig, &LayerConfig, Prepared) -> Result<()>,
+        check: impl Fn(&mut C, &GroupConfig, &LayerConfig, Prepared) -> Result<()>,
         run: impl FnOnce(&nccl_ep::Group, &nccl_ep::Handle, &C) -> Result<()>,
     ) -> Result<()> {
         self.watched(|backend, watch| {
             // SAFETY: passed on.
             let state = unsafe { backend.enter(stream) }?;
             // SAFETY: passed on.
-            let (layer, mut prepared) = unsafe { backend.prepared_layer(handle, (stream, state)) }?;
+            let (mut layer, mut prepared) = unsafe { backend.prepared_layer(handle, (stream, state)) }?;
             if backend.config.recv_capacity == RecvCapacity::Eager {
                 // SAFETY: passed on.
                 prepared = unsafe { backend.with_total(handle, prepared, (stream, state)) }?;
             }
             backend.find_scales(call);
-            check(call, &backend.config, &layer.config, prepared)?;
+            if let Err(refused) = check(call, &backend.config, &layer.config, prepared) {
+                // SAFETY: passed on.
+                let found = unsafe { backend.look_again(handle, (&layer, prepared), (stream, state)) };
+                (layer, prepared) = found.ok_or(refused)?;
+                // What the first check cut stays cut: to the group's capacity, which is the same for all memory.
+                check(call, &backend.config, &layer.config, prepared)?;
+            }
             backend.settle_memory(call)?;
             let step = call.step(&layer.config);
             let (group, entry) = backend.handle(handle, &layer, Some(prepared))?;
             // SAFETY: passed on.
-            unsafe { watch.queue(step, stream, state, || run(group, &entry.handle, call)) }
+            unsafe { watch.queue(step, stream, state, || run(group, &entry.handle, call)) }?;
+            entry.spent |= C::CALL == Call::DispatchBwd;
+            Ok(())
         })
     }
 
@@ -717,6 +737,7 @@ impl Backend {
             epoch: EPOCH.fetch_add(1, Ordering::Relaxed),
             residency: Residency::new(device),
             allocations: FxHashMap::default(),
+            unregistered: Unregistered::None,
             stream: None,
         };
         Ok(Live { watch, backend })
@@ -777,7 +798,15 @@ impl Backend {
                 }
                 layer
             }
-            (_, LayerClaim::Given(config)) => self.layer_of(config)?,
+            (_, LayerClaim::Given(config)) => {
+                let layer = self.layer_of(config)?;
+                match self.unregistered {
+                    Unregistered::None => self.unregistered = Unregistered::One(config),
+                    Unregistered::One(known) if known != config => self.unregistered = Unregistered::Several,
+                    Unregistered::One(_) | Unregistered::Several => {}
+                }
+                layer
+            }
             (HandleKey::Address(_), LayerClaim::Registered(_)) => {
                 return Err(Error::Internal("an address with a registered layer".into()));
             }
@@ -803,10 +832,13 @@ impl Backend {
             HandleKey::Address(_) => None,
         };
         self.require_memory(&handle.mem, registered.map_or(STAMP_BYTES, |layer| layer.mem_bytes()))?;
-        let known = self.handles.get_mut(handle.key).map(|entry| (entry.layer, entry.memory));
+        let entry = self.handles.get_mut(handle.key);
+        let known = entry.as_ref().map(|entry| (entry.layer, entry.memory));
+        let spent = entry.is_some_and(|entry| entry.spent);
         let (_, state) = stream;
         let by_graph = self.handles.is_captured(memory);
-        let other = registered.is_none() && !self.is_same_allocation(memory)?;
+        let may_differ = spent && state == StreamState::Working && self.unregistered == Unregistered::Several;
+        let other = registered.is_none() && (may_differ || !self.is_same_allocation(memory)?);
         let (config, prepared) = match known {
             // What is captured goes by the prepare that comes last, captured or not.
             _ if by_graph && state == StreamState::Capturing && self.handles.captured(memory).is_some() => {
@@ -849,6 +881,44 @@ impl Backend {
                 Ok((layer, prepared))
             }
         }
+    }
+
+    /// What the memory of a refused call holds, if that is not what is `known` of it: the bytes of other handle memory may have
+    /// been moved to where some was, in one allocation of a caching allocator. Nothing if the memory cannot be read soon:
+    /// a refusal waits for no other rank.
+    ///
+    /// # Safety
+    /// As [`Backend::prepared_layer`].
+    #[cold]
+    unsafe fn look_again(
+        &mut self,
+        handle: &HandleRef,
+        known: (&Layer, Prepared),
+        (stream, state): (Stream, StreamState),
+    ) -> Option<(Layer, Prepared)> {
+        if self.config.relocation == Relocation::Refuse || state == StreamState::Capturing {
+            return None;
+        }
+        let (memory, start) = (handle.mem.data, Instant::now());
+        let enough = || (start.elapsed() > Duration::from_secs(1)).then(String::new);
+        // SAFETY: passed on; the stream does not capture.
+        let [first, second, low, high] = unsafe { self.base.cuda.read_words(memory, stream, &enough) }.ok()?;
+        let (config, prepared) = Stamp([first, second]).read(self.epoch)?;
+        let eager = self.config.recv_capacity == RecvCapacity::Eager;
+        let recv_total = eager.then_some(u64::from(high) << 32 | u64::from(low));
+        let found = Prepared { recv_total, ..prepared };
+        let known_prepared = Prepared { recv_total: recv_total.and(known.1.recv_total), ..known.1 };
+        if (known.0.config, known_prepared) == (config, found) {
+            return None;
+        }
+        let layer = match handle.key {
+            HandleKey::Registered(_) if known.0.config == config => *known.0,
+            HandleKey::Registered(_) => return None,
+            HandleKey::Address(_) => self.layer_of(config).ok()?,
+        };
+        self.require_memory(&handle.mem, layer.mem_bytes()).ok()?;
+        self.handles.moved_here(handle.key, memory, &config, found);
+        Some((layer, found))
     }
 
     /// # Safety
@@ -1028,7 +1098,6 @@ impl Backend {
         }
         // SAFETY: passed on; the stream does not capture.
         let words = unsafe { self.read_words(mem.data, stream) }.map_err(|error| self.explain(error))?;
-        const { assert!(TOTAL_OFFSET == 2 * size_of::<u32>() && NOT_EXPERTS_OFFSET == 4 * size_of::<u32>()) };
         let [first, second, low, high, not_experts] = words;
         if Stamp([first, second]).read(self.epoch).is_none() {
             let name = mem.name;

@@ -226,6 +226,24 @@ TEST(Handles, MovedMemoryIsFollowedWhereAllowed) {
   Step<BFloat16>(group, layer, RandomRouting(UnevenRows(5), 2, Experts(group), 2512), 2512).ForwardAndBackward();
 }
 
+// A microbatch's routing is put aside while another uses the layer's memory, and brought back for its backward.
+TEST(Handles, BytesThatComeBackAreFollowedWhereAllowed) {
+  GroupShape shape;
+  shape.allow_handle_mem_reloc = 1;
+  Group group(shape);
+  Layer layer(2, 1);
+  Step<BFloat16> first(group, layer, RandomRouting(EvenRows(12), 2, Experts(group), 2515), 2515);
+  Step<BFloat16> second(group, layer, RandomRouting(EvenRows(31), 2, Experts(group), 2516), 2516);
+  first.Forward();
+  const std::vector<std::uint8_t> aside = layer.memory().Download();
+  second.Forward();
+  second.Backward();
+  TEST_CUDA(cudaMemcpyAsync(layer.memory().data(), aside.data(), aside.size(), cudaMemcpyHostToDevice,
+                            World::Get().stream()));
+  first.Backward();
+  EXPECT_TRUE(Throws("nvte_ep_combine_bwd", {"grad", "as many rows as the prepared"}, [&] { second.CombineBwd(); }));
+}
+
 // Memory that does not hold what was prepared is told from memory that its bytes were moved to.
 TEST(Handles, FreshMemoryIsNotPrepared) {
   GroupShape shape;

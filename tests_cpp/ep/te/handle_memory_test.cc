@@ -178,6 +178,85 @@ TEST(Relocation, MovedToWhereAnotherWasFreed) {
   if (got == 0) GTEST_SKIP() << "no rank was given the address again";
 }
 
+// Handle memory as a caching allocator gives it, all of it in one allocation: bytes that are moved to where another
+// layer's were, which the driver cannot tell from those, count as what they are, whichever call comes first.
+template <typename Given>
+void MoveWithinOneAllocation(const GroupShape& shape, int calls, std::uint64_t seed, Given&& given) {
+  Group group(shape);
+  Layer kept(2, 1), other(4, shape.alignment);
+  const std::size_t slice = (std::max(kept.memory().size(), other.memory().size()) + 255) / 256 * 256;
+  DeviceBuffer<std::uint8_t> memory(2 * slice);
+  const Tensor first(memory.data(), kNVTEByte, {slice}), second(memory.data() + slice, kNVTEByte, {slice});
+  for (int call = 0; call < calls; ++call) {
+    SCOPED_TRACE("call " + std::to_string(call));
+    auto step = given(group, kept, 9, seed + call);
+    auto gone = given(group, other, 20, seed + 50 + call);
+    gone->UseHandle(second.get());
+    gone->ForwardAndBackward();
+    step->UseHandle(first.get());
+    step->Prepare();
+    TEST_CUDA(
+        cudaMemcpyAsync(memory.data() + slice, memory.data(), slice, cudaMemcpyDeviceToDevice, World::Get().stream()));
+    TEST_CUDA(cudaMemsetAsync(memory.data(), 0xcb, slice, World::Get().stream()));
+    step->UseHandle(second.get());
+    for (int i = 0; i < 4; ++i) {
+      switch ((call + i) % 4) {
+        case 0:
+          step->Dispatch();
+          step->CheckReceived();
+          break;
+        case 1:
+          step->Combine();
+          step->CheckCombined();
+          break;
+        case 2:
+          step->CombineBwd();
+          step->CheckCombineBwd();
+          break;
+        default:
+          step->DispatchBwd();
+          step->CheckDispatchBwd();
+          break;
+      }
+    }
+  }
+}
+
+TEST(Relocation, MovedToWhereAnotherWasInOneAllocation) {
+  GroupShape shape;
+  shape.top_k = 4;
+  shape.alignment = 16;
+  MoveWithinOneAllocation(shape, 4, 6714, [](const Group& group, const Layer& layer, int rows, std::uint64_t seed) {
+    const Routing routing = RandomRouting(EvenRows(rows), layer.top_k(), Experts(group), seed);
+    return std::make_unique<Step<BFloat16>>(group, layer, routing, seed);
+  });
+}
+
+// With as many tokens as the other had, combine and the gradients do not differ in their arguments from the other's:
+// after its last call, the gradient of dispatch, what the memory holds is looked up.
+TEST(Relocation, MovedToWhereAnotherOfAsManyTokensWas) {
+  GroupShape shape;
+  shape.top_k = 4;
+  shape.alignment = 16;
+  MoveWithinOneAllocation(shape, 4, 6722, [](const Group& group, const Layer& layer, int, std::uint64_t seed) {
+    const Routing routing = RandomRouting(EvenRows(9), layer.top_k(), Experts(group), seed);
+    return std::make_unique<Step<BFloat16>>(group, layer, routing, seed);
+  });
+}
+
+// In eager mode each step has a total of its own, which its receive side has to hold.
+TEST(Relocation, MovedToWhereAnotherWasInEagerMode) {
+  GroupShape shape;
+  shape.top_k = 4;
+  shape.eager = true;
+  MoveWithinOneAllocation(shape, 4, 6718, [](const Group& group, const Layer& layer, int, std::uint64_t seed) {
+    // As many tokens for both: only the totals differ.
+    const Routing routing = RandomRouting(EvenRows(9), layer.top_k(), Experts(group), seed);
+    const Reference reference(routing, Experts(group), layer.alignment());
+    return std::make_unique<Step<BFloat16>>(group, layer, routing, seed, reference.Total(World::Get().rank()));
+  });
+}
+
 TEST(Relocation, PoisonedMemoryIsNotPrepared) {
   Group group{GroupShape()};
   const std::size_t bytes = Register(2, 1).bytes;
