@@ -603,13 +603,14 @@ mod tests {
             text.contains("needs nvcc (none found)") && text.contains("set NCCL_EP_JIT_NVCC or CUDA_HOME"),
             "{text}"
         );
-        installation.variables.remove("NCCL_EP_JIT_NVCC");
 
-        std::fs::write(installation.root.join("cuda/bin/nvcc"), "#!/bin/sh\necho no host compiler >&2\nexit 3\n")
-            .unwrap();
+        // Named, since a machine with a toolkit in the usual place has another one to go on with.
+        let nvcc = installation.root.join("cuda/bin/nvcc");
+        std::fs::write(&nvcc, "#!/bin/sh\necho no host compiler >&2\nexit 3\n").unwrap();
+        installation.variables.insert("NCCL_EP_JIT_NVCC", nvcc.clone().into_os_string());
         let text = installation.jit().unwrap_err().to_string();
         assert!(text.contains("bin/nvcc: exit status: 3: no host compiler"), "{text}");
-        std::fs::write(installation.root.join("cuda/bin/nvcc"), "#!/bin/sh\nexit 0\n").unwrap();
+        std::fs::write(&nvcc, "#!/bin/sh\nexit 0\n").unwrap();
 
         let other = installation.root.join("other");
         std::fs::create_dir_all(&other).unwrap();
