@@ -380,12 +380,14 @@ impl SlabAlignment {
     ///
     /// # Errors
     /// A value that is no power of two or does not fit NCCL EP's `int`.
-    pub fn parse(argument: impl Into<String>, value: usize) -> Result<Self> {
+    pub fn parse(argument: impl fmt::Display, value: usize) -> Result<Self> {
         u32::try_from(value.max(1))
             .ok()
             .filter(|value| value.is_power_of_two() && i32::try_from(*value).is_ok())
             .map(Self)
-            .ok_or_else(|| Error::argument(argument, "must be 0, 1 or another power of two below 2^31", value))
+            .ok_or_else(|| {
+                Error::argument(argument.to_string(), "must be 0, 1 or another power of two below 2^31", value)
+            })
     }
 
     /// In tokens, 1 or more.
@@ -422,7 +424,7 @@ impl LayerConfig {
         let top_k = u32::try_from(top_k).ok().filter(|k| (1..=MAX_TOP_K).contains(k)).ok_or_else(|| {
             Error::argument(format!("{argument}.top_k"), format!("must be 1 to {MAX_TOP_K} experts per token"), top_k)
         })?;
-        let name = format!("{argument}.dispatch_output_per_expert_alignment");
+        let name = format_args!("{argument}.dispatch_output_per_expert_alignment");
         let alignment = SlabAlignment::parse(name, alignment)?;
         Ok(Self { top_k, alignment })
     }

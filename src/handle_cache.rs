@@ -223,6 +223,14 @@ impl<H> HandleCache<H> {
         }
     }
 
+    /// The memory of all handles that go by its address.
+    pub fn addresses(&self) -> impl Iterator<Item = u64> {
+        self.entries.iter().filter_map(|(key, _)| match key {
+            HandleKey::Address(memory) => Some(*memory),
+            HandleKey::Registered(_) => None,
+        })
+    }
+
     /// The layers of all handles.
     pub fn layers(&self) -> impl Iterator<Item = LayerConfig> {
         self.entries.iter().map(|(_, entry)| entry.layer)

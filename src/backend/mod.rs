@@ -127,27 +127,17 @@ struct Backend {
     meeting: Meeting,
     symm: Symm,
     layers: FxHashMap<u64, Layer>,
-    /// NCCL EP's handle memory sizes by top_k, asked once each.
-    nccl_bytes: FxHashMap<u32, usize>,
+    /// All kinds of layers that there have been, registered or not.
+    kinds: Vec<Layer>,
     handles: HandleCache<nccl_ep::Handle>,
     /// Tells this group's stamps from those of another time.
     epoch: u64,
     residency: Residency,
-    /// Handle memory that goes by its address -> which allocation it was at its last call. The bytes of other handle memory
-    /// may be moved to where some was freed.
+    /// Where there are several kinds: handle memory that goes by its address -> which allocation it was at its last call. The
+    /// bytes of other handle memory may be moved to where some was freed.
     allocations: FxHashMap<u64, u64>,
-    /// The layers of handle memory that goes by its address.
-    unregistered: Unregistered,
     /// The stream of the last call, which is one of the group's device.
     stream: Option<Stream>,
-}
-
-/// Whether handle memory that goes by its address has had one configuration. If so, that of any moved bytes is known.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Unregistered {
-    None,
-    One(LayerConfig),
-    Several,
 }
 
 /// What a step's routing needs of a rank's receive buffers, in rows with their padding.
@@ -732,25 +722,14 @@ impl Backend {
             index_copier: ManuallyDrop::new(index_copier),
             meeting,
             layers: FxHashMap::default(),
-            nccl_bytes: FxHashMap::default(),
+            kinds: Vec::new(),
             handles,
             epoch: EPOCH.fetch_add(1, Ordering::Relaxed),
             residency: Residency::new(device),
             allocations: FxHashMap::default(),
-            unregistered: Unregistered::None,
             stream: None,
         };
         Ok(Live { watch, backend })
-    }
-
-    /// Bytes that NCCL EP needs for a layer with `top_k` experts per token.
-    fn nccl_bytes(&mut self, top_k: u32) -> Result<usize> {
-        if let Some(bytes) = self.nccl_bytes.get(&top_k) {
-            return Ok(*bytes);
-        }
-        let bytes = self.group.handle_mem_size(top_k)?;
-        self.nccl_bytes.insert(top_k, bytes);
-        Ok(bytes)
     }
 
     fn register_layer(&mut self, config: LayerConfig) -> Result<(u64, usize)> {
@@ -769,10 +748,27 @@ impl Backend {
     }
 
     /// A layer that fits the group, and what its handle memory has to hold.
+    #[inline]
     fn layer_of(&mut self, config: LayerConfig) -> Result<Layer> {
+        match self.kinds.iter().find(|kind| kind.config == config) {
+            Some(kind) => Ok(*kind),
+            None => self.new_kind(config),
+        }
+    }
+
+    #[cold]
+    fn new_kind(&mut self, config: LayerConfig) -> Result<Layer> {
         config.check_against(&self.config)?;
         let index_bytes = DType::Int64.bytes(self.config.max_tokens_per_rank as usize * config.top_k as usize);
-        Ok(Layer { config, nccl_bytes: self.nccl_bytes(config.top_k)?, index_bytes })
+        let layer = Layer { config, nccl_bytes: self.group.handle_mem_size(config.top_k)?, index_bytes };
+        if self.kinds.len() == 1 {
+            // From here on it matters whose memory is where.
+            for memory in self.handles.addresses() {
+                self.allocations.insert(memory, self.base.cuda.allocation_id(memory)?);
+            }
+        }
+        self.kinds.push(layer);
+        Ok(layer)
     }
 
     #[inline]
@@ -798,15 +794,7 @@ impl Backend {
                 }
                 layer
             }
-            (_, LayerClaim::Given(config)) => {
-                let layer = self.layer_of(config)?;
-                match self.unregistered {
-                    Unregistered::None => self.unregistered = Unregistered::One(config),
-                    Unregistered::One(known) if known != config => self.unregistered = Unregistered::Several,
-                    Unregistered::One(_) | Unregistered::Several => {}
-                }
-                layer
-            }
+            (_, LayerClaim::Given(config)) => self.layer_of(config)?,
             (HandleKey::Address(_), LayerClaim::Registered(_)) => {
                 return Err(Error::Internal("an address with a registered layer".into()));
             }
@@ -837,8 +825,10 @@ impl Backend {
         let spent = entry.is_some_and(|entry| entry.spent);
         let (_, state) = stream;
         let by_graph = self.handles.is_captured(memory);
-        let may_differ = spent && state == StreamState::Working && self.unregistered == Unregistered::Several;
-        let other = registered.is_none() && (may_differ || !self.is_same_allocation(memory)?);
+        let mut other = false;
+        if registered.is_none() && self.kinds.len() > 1 {
+            other = spent && state == StreamState::Working || !self.is_same_allocation(memory)?;
+        }
         let (config, prepared) = match known {
             // What is captured goes by the prepare that comes last, captured or not.
             _ if by_graph && state == StreamState::Capturing && self.handles.captured(memory).is_some() => {
@@ -1160,7 +1150,7 @@ impl Backend {
         // SAFETY: the caller vouches for the stream.
         unsafe { watch.queue(step, stream, state, queue) }?;
         entry.tokens = Some(prepared.num_tokens);
-        if let HandleKey::Address(memory) = handle.key {
+        if let (HandleKey::Address(memory), true) = (handle.key, self.kinds.len() > 1) {
             self.allocations.insert(memory, cuda.allocation_id(memory)?);
         }
         match state {

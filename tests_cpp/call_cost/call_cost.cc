@@ -1,10 +1,10 @@
 // What the library itself costs a call: its time over a CUDA, NCCL and NCCL EP that do nothing, and its heap
-// allocations, of which there may be none after the first step of a shape. call_cost NO_OP_RUNTIME
+// allocations, of which there may be none after the first step of a shape. One program for each ABI:
+// call_cost NO_OP_RUNTIME, call_cost_te NO_OP_RUNTIME.
 //
 // Times are printed, not judged: they are for docs and comparisons on one machine. Allocations are judged.
 
 #include <dlfcn.h>
-#include <transformer_engine/ep.h>
 
 #include <algorithm>
 #include <chrono>
@@ -15,6 +15,7 @@
 #include <new>
 #include <vector>
 
+#include "abi.h"
 #include "support/tensor.h"
 
 namespace {
@@ -94,6 +95,7 @@ bool Measure(const char* name, Call&& call) {
 bool Run() {
   constexpr std::size_t kTokens = 4096, kHidden = 7168, kTopK = 8, kExperts = 64, kRows = kTokens * kTopK;
   NVTEEpGroupConfig config = {};
+  test::Complete(config, 0, 0, {});
   config.ep_size = 1;
   config.num_experts = kExperts;
   config.max_tokens_per_rank = kTokens;
@@ -101,19 +103,17 @@ bool Run() {
   config.hidden_dim = kHidden;
   config.max_token_dtype = kNVTEBFloat16;
   int communicator = 0;
-  nvte_ep_initialize(&communicator, config);
-  NVTEEpLayerConfig layer = {};
-  layer.top_k = kTopK;
-  std::size_t bytes = 0;
-  const std::uint64_t id = nvte_ep_register_layer(layer, &bytes);
+  test::Initialize(reinterpret_cast<ncclComm_t>(&communicator), config);
+  const test::RegisteredLayer layer = test::Register(kTopK, 0);
 
   // Nothing is read or written, so no tensor needs more memory than its address.
   char* const memory = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
-  const Tensor mem(memory, kNVTEByte, {bytes});
+  const Tensor mem(memory, kNVTEByte, {layer.bytes});
   const Tensor topk_idx(memory, kNVTEInt64, {kTokens, kTopK}), counts(memory, kNVTEInt32, {kExperts});
   const Tensor tokens(memory, kNVTEBFloat16, {kTokens, kHidden}), weights(memory, kNVTEFloat32, {kTokens, kTopK});
   const Tensor recv(memory, kNVTEBFloat16, {kRows, kHidden}), recv_weights(memory, kNVTEFloat32, {kRows});
-  const NVTEEpHandle handle = {id, mem.get()};
+  const test::Handle handle = test::MakeHandle(layer.id, mem.get());
+  const test::PrepareArgs prepare = test::MakePrepareArgs(handle, topk_idx.get(), counts.get(), nullptr, kTopK, 0);
   const NVTECommWindow none = {};
   int stream_object = 0;
   const auto stream = reinterpret_cast<cudaStream_t>(&stream_object);
@@ -121,8 +121,7 @@ bool Run() {
   std::printf("%-22s %8s %8s %12s\n", "call", "median", "99 %", "allocations");
   bool none_allocates = Measure("(reading the clock)", [] {});
   clock_cost = latest_median;
-  none_allocates &=
-      Measure("nvte_ep_prepare", [&] { nvte_ep_prepare(handle, topk_idx.get(), counts.get(), 0, stream); });
+  none_allocates &= Measure("nvte_ep_prepare", [&] { prepare.Call(stream); });
   none_allocates &= Measure("nvte_ep_dispatch", [&] {
     nvte_ep_dispatch(handle, topk_idx.get(), tokens.get(), none, weights.get(), none, recv.get(), none,
                      recv_weights.get(), none, stream);
