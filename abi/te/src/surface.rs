@@ -26,6 +26,8 @@ unsafe fn layer_of(layer_cfg: *const NVTEEpLayerConfig) -> Result<LayerConfig> {
     unsafe { read_versioned("layer_cfg", layer_cfg) }?.try_into()
 }
 
+// Inlined, since what it makes is large and would be copied.
+#[inline(always)]
 fn prepare_of(tensors: &Tensors, topk_idx: NVTETensor, counts: NVTETensor, total: NVTETensor) -> Result<Prepare> {
     Ok(Prepare {
         topk_idx: required(tensors, "topk_idx", topk_idx, Windows::default())?,
@@ -34,6 +36,7 @@ fn prepare_of(tensors: &Tensors, topk_idx: NVTETensor, counts: NVTETensor, total
     })
 }
 
+#[inline(always)]
 fn dispatch_of(
     tensors: &Tensors,
     topk_idx: NVTETensor,
