@@ -1,13 +1,13 @@
 // The expert indices that NCCL EP gets to see. It uses an index as an offset unchecked, reads int64 only from memory that
 // is opened again, and where a token names an expert twice it takes the weight of either mention. So prepare copies the
 // caller's indices, and the copy holds, as int64: the expert; or -1 for a negative index, for one that is no expert, which
-// is counted, and for an expert that the token has named before.
+// is counted, for the step and for the log, and for an expert that the token has named before.
 //
 // kernels/topk_idx.ptx is generated from this: cargo run -p nvte-ep-codegen -- kernels --nvrtc "$(qa/nvrtc.sh)"
 
 template <typename Index>
-__device__ void copy_topk_idx(const Index* given, long long* copied, unsigned* not_experts, unsigned tokens, unsigned top_k,
-                              unsigned num_experts) {
+__device__ void copy_topk_idx(const Index* given, long long* copied, unsigned* not_experts, unsigned long long* log,
+                              unsigned tokens, unsigned top_k, unsigned num_experts) {
   unsigned found = 0;
   // One thread a token, which compares its own few indices.
   for (unsigned token = blockIdx.x * blockDim.x + threadIdx.x; token < tokens; token += gridDim.x * blockDim.x) {
@@ -29,15 +29,19 @@ __device__ void copy_topk_idx(const Index* given, long long* copied, unsigned* n
       out[k] = kept;
     }
   }
-  if (found != 0) atomicAdd(not_experts, found);
+  if (found != 0) {
+    atomicAdd(not_experts, found);
+    // Host memory, which the host reads at any time.
+    atomicAdd_system(log, found);
+  }
 }
 
 extern "C" __global__ void nvte_ep_copy_topk_idx_i32(const int* given, long long* copied, unsigned* not_experts,
-                                                     unsigned tokens, unsigned top_k, unsigned num_experts) {
-  copy_topk_idx(given, copied, not_experts, tokens, top_k, num_experts);
+                                                     unsigned long long* log, unsigned tokens, unsigned top_k, unsigned num_experts) {
+  copy_topk_idx(given, copied, not_experts, log, tokens, top_k, num_experts);
 }
 
 extern "C" __global__ void nvte_ep_copy_topk_idx_i64(const long long* given, long long* copied, unsigned* not_experts,
-                                                     unsigned tokens, unsigned top_k, unsigned num_experts) {
-  copy_topk_idx(given, copied, not_experts, tokens, top_k, num_experts);
+                                                     unsigned long long* log, unsigned tokens, unsigned top_k, unsigned num_experts) {
+  copy_topk_idx(given, copied, not_experts, log, tokens, top_k, num_experts);
 }

@@ -38,13 +38,17 @@ Routing SomeRouting(const Group& group, std::uint64_t seed) {
   return RandomRouting(std::vector<int>(World::Get().size(), 11), 2, group.config().num_experts, seed);
 }
 
+void CheckValues() {
+  if (testing::UnitTest::GetInstance()->ad_hoc_test_result().Failed()) Fail("a step gave wrong values");
+}
+
 void RunSteps(const Group& group) {
   Layer first(2, 1), second(2, 8);
   for (std::uint64_t seed = 1; seed <= 3; ++seed) {
     Step<BFloat16>(group, first, SomeRouting(group, seed), seed).ForwardAndBackward();
     Step<BFloat16>(group, second, SomeRouting(group, seed), seed).ForwardAndBackward();
   }
-  if (testing::UnitTest::GetInstance()->ad_hoc_test_result().Failed()) Fail("a step gave wrong values");
+  CheckValues();
 }
 
 GroupShape Shape() {
@@ -113,6 +117,71 @@ int ShutdownInitializeShutdown() {
     group.Shutdown();
     CheckNothingIsLeft(groups);
   }
+  return Leave();
+}
+
+// What the process writes to stderr while this lives.
+class Stderr {
+ public:
+  Stderr() : file_(std::tmpfile()), before_(dup(STDERR_FILENO)) { dup2(fileno(file_), STDERR_FILENO); }
+  ~Stderr() {
+    dup2(before_, STDERR_FILENO);
+    close(before_);
+    std::fclose(file_);
+  }
+  Stderr(const Stderr&) = delete;
+  Stderr& operator=(const Stderr&) = delete;
+
+  std::string Text() const {
+    std::string text;
+    char bytes[4096];
+    std::rewind(file_);
+    while (const std::size_t count = std::fread(bytes, 1, sizeof bytes, file_)) text.append(bytes, count);
+    return text;
+  }
+
+ private:
+  std::FILE* file_;
+  int before_;
+};
+
+// Indices that are no expert are in the log: at the next prepare, and what came since at the end.
+int IndicesThatAreNoExperts() {
+  setenv("NVTE_EP_LOG", "warn", 1);
+  const Stderr messages;
+  {
+    Group group(Shape());
+    const int rank = World::Get().rank(), experts = group.config().num_experts;
+    Layer layer(2, 1);
+    const auto run = [&](const std::function<int(int)>& lost) {
+      // The first entries of each rank are no experts, then come masked ones.
+      const Routing routing =
+          MakeRouting(std::vector<int>(World::Get().size(), 11), 2, [&](int source, int row, int k) {
+            return 2 * row + k < lost(source) + 4 ? -1 : (source + row + k) % experts;
+          });
+      Step<BFloat16> step(group, layer, routing, 7);
+      std::vector<std::int64_t> given = routing.expert[rank];
+      for (int i = 0; i < lost(rank); ++i) given[i] = experts + i * 1000;
+      step.not_experts = lost(rank);
+      step.topk_idx.Upload(given);
+      step.ForwardAndBackward();
+      World::Get().Wait();
+    };
+    run([](int source) { return 3 + source; });
+    run([](int) { return 5; });
+  }
+  CheckValues();
+  const std::string text = messages.Text();
+  const auto count = [&](const std::string& part) {
+    int found = 0;
+    for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
+    return found;
+  };
+  const std::string said = " indices of topk_idx in the steps so far were num_experts or more";
+  if (count(std::to_string(3 + World::Get().rank()) + said) != 1) Fail("the first step is not in the log");
+  if (count(std::to_string(8 + World::Get().rank()) + said) != 1) Fail("the second step is not in the log");
+  if (count(said) != 2) Fail("the log has something else");
+  if (failed) std::fprintf(stderr, "%s", text.c_str());
   return Leave();
 }
 
@@ -587,7 +656,7 @@ int GraphsMeetCalls() {
   late();
   step.ForwardAndBackward();
   late();
-  group.Shutdown();
+  CheckValues();
   if (testing::UnitTest::GetInstance()->ad_hoc_test_result().Failed()) Fail("a step gave wrong values");
   return Leave();
 }
@@ -691,6 +760,7 @@ constexpr Order kOrders[] = {
     {"exit_without_shutdown", ExitWithoutShutdown},
     {"shutdown_twice", ShutdownTwice},
     {"shutdown_initialize_shutdown", ShutdownInitializeShutdown},
+    {"indices_that_are_no_experts", IndicesThatAreNoExperts},
     {"exception", Exception},
     {"library_exception", LibraryException},
     {"shutdown_at_exit", ShutdownAtExit},

@@ -1399,6 +1399,8 @@ unsafe extern "C" {
     pub fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> CUresult;
     pub fn cuMemAlloc_v2(dptr: *mut CUdeviceptr, bytesize: usize) -> CUresult;
     pub fn cuMemFree_v2(dptr: CUdeviceptr) -> CUresult;
+    pub fn cuMemAllocHost_v2(pp: *mut *mut ::std::os::raw::c_void, bytesize: usize) -> CUresult;
+    pub fn cuMemFreeHost(p: *mut ::std::os::raw::c_void) -> CUresult;
     pub fn cuMemcpyHtoD_v2(
         dstDevice: CUdeviceptr,
         srcHost: *const ::std::os::raw::c_void,

@@ -38,7 +38,7 @@ const FUNCTIONS: &[&str] = &[
     "cuCtx(GetCurrent|SetCurrent|GetDevice|Synchronize)",
     "cuStream(Create|Destroy(_v2)?|Query|Synchronize|IsCapturing|WaitEvent|GetCtx)",
     "cuEvent(Create|Destroy(_v2)?|Record|Query|Synchronize|ElapsedTime(_v2)?)",
-    "cuMem(Alloc_v2|Free_v2|GetInfo_v2|cpyAsync|cpyHtoDAsync_v2|cpyDtoHAsync_v2|cpyHtoD_v2|cpyDtoH_v2|setD8Async|setD32Async)",
+    "cuMem(Alloc_v2|Free_v2|AllocHost_v2|FreeHost|GetInfo_v2|cpyAsync|cpyHtoDAsync_v2|cpyDtoHAsync_v2|cpyHtoD_v2|cpyDtoH_v2|setD8Async|setD32Async)",
     "cuPointerGetAttributes?",
     "cuModule(LoadData|Unload|GetFunction)",
     "cuLaunchKernel",

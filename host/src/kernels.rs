@@ -3,6 +3,7 @@
 
 use std::ffi::c_void;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use nvte_ep_bindings::*;
 
@@ -64,17 +65,21 @@ impl Kernel {
 
 /// `kernels/topk_idx.cu` for indices of `WIDTH` bytes.
 unsafe fn copy_topk_idx<const WIDTH: usize>(arguments: Arguments, stream: &Arc<Stream>) -> Outcome<()> {
-    // SAFETY: the caller passes these six.
-    let pointers = unsafe { arguments.0.cast::<[*const c_void; 6]>().read() };
-    // SAFETY: the first three are addresses.
+    // SAFETY: the caller passes these seven.
+    let pointers = unsafe { arguments.0.cast::<[*const c_void; 7]>().read() };
+    // SAFETY: the first four are addresses.
     let address = |index: usize| unsafe { pointers[index].cast::<u64>().read_unaligned() };
     // SAFETY: the others are numbers of 32 bits.
     let number = |index: usize| unsafe { pointers[index].cast::<u32>().read_unaligned() };
-    let (tokens, top_k, num_experts) = (number(3) as usize, number(4) as usize, number(5));
+    let (tokens, top_k, num_experts) = (number(4) as usize, number(5) as usize, number(6));
     let indices = tokens * top_k;
     // SAFETY: the caller vouches for the memory.
     let span = |index: usize, bytes: usize| unsafe { Span::new(address(index) as *const c_void, bytes) };
-    let (given, copied, not_experts) = (span(0, indices * WIDTH)?, span(1, indices * 8)?, span(2, 4)?);
+    let (given, copied) = (span(0, indices * WIDTH)?, span(1, indices * 8)?);
+    let (not_experts, log) = (span(2, 4)?, address(3));
+    if log == 0 || log % 8 != 0 {
+        return Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, "nvte_ep_copy_topk_idx: log is no place of 8 bytes"));
+    }
     let run = move || {
         check::written("nvte_ep_copy_topk_idx: topk_idx", &given, top_k * WIDTH, 0..tokens)?;
         let mut found = 0u32;
@@ -96,6 +101,11 @@ unsafe fn copy_topk_idx<const WIDTH: usize>(arguments: Arguments, stream: &Arc<S
         }
         let before = u32::from_ne_bytes(not_experts.view(0, 4).try_into().expect("four bytes"));
         not_experts.write(0, &(before + found).to_ne_bytes());
+        if found > 0 {
+            // SAFETY: the caller vouches for the memory, which other kernels and the host's reader take as atomic.
+            let log = unsafe { AtomicU64::from_ptr(std::ptr::with_exposed_provenance_mut(log as usize)) };
+            log.fetch_add(found.into(), Ordering::Relaxed);
+        }
         Ok(())
     };
     stream.enqueue(&[given, copied, not_experts], run).map(drop)

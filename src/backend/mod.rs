@@ -653,8 +653,10 @@ impl Backend {
         let statements = match statements {
             Ok(statements) => statements,
             Err(error) => {
-                // What was given up on may still use its memory.
-                if !matches!(error, Error::TimeOut { .. }) {
+                if matches!(error, Error::TimeOut { .. }) {
+                    // What was given up on may still use its memory, and freeing any waits for it.
+                    std::mem::forget(ready);
+                } else {
                     meeting.close_after_failure();
                 }
                 return Err(error);
@@ -681,7 +683,10 @@ impl Backend {
             });
         let (library, index_copier, sms, progress) = match (ready, agreed) {
             (Ok((library, index_copier)), Ok((sms, progress))) => (library, index_copier, sms, progress),
-            (_, Err(error @ Error::TimeOut { .. })) => return Err(error),
+            (ready, Err(error @ Error::TimeOut { .. })) => {
+                std::mem::forget(ready);
+                return Err(error);
+            }
             (ready, agreed) => {
                 meeting.close_after_failure();
                 // A rank's own error reads the same on all ranks.
@@ -1119,6 +1124,7 @@ impl Backend {
         if self.config.recv_capacity == RecvCapacity::Eager {
             require_no_capture(state)?;
         }
+        self.index_copier.tell();
         self.handle(handle, layer, None)?;
         // A failed exchange leaves no routing that could be replayed; a captured one has not happened.
         let entry = match state {
@@ -1239,7 +1245,9 @@ impl Live {
         watch.progress().leave();
         let Backend { group, index_copier, meeting, handles, symm, .. } = backend;
         watch.stop();
-        drop(ManuallyDrop::into_inner(index_copier));
+        let mut index_copier = ManuallyDrop::into_inner(index_copier);
+        index_copier.tell_last();
+        drop(index_copier);
         let mut ended = handles.into_handles().map(|handle| group.destroy_handle(handle)).collect::<Vec<_>>();
         ended.push(group.destroy());
         ended.extend(symm.destroy());

@@ -6,6 +6,8 @@ use crate::sys::cuda::{Cuda, Stream};
 use crate::tensor::TensorView;
 use nvte_ep_bindings as b;
 use std::ffi::{CStr, c_void};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("../../kernels/topk_idx.ptx"), "\0").as_bytes())
 {
@@ -16,17 +18,23 @@ const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("../../k
 /// Tokens of a block; a block takes several where there are more than [`MAX_BLOCKS`] of them.
 const THREADS: u32 = 128;
 const MAX_BLOCKS: usize = 1024;
+/// How long the log says nothing of indices that are no expert after it did.
+const BETWEEN_WARNINGS: Duration = Duration::from_secs(60);
 
-/// The kernels, loaded on one device.
+/// The kernels, loaded on one device, and what they tell the host.
 #[derive(Debug)]
 pub(super) struct IndexCopier {
     cuda: &'static Cuda,
     module: b::CUmodule,
     int32: b::CUfunction,
     int64: b::CUfunction,
+    /// Pinned host memory: all indices of this group's life that were no expert. The kernels add to it.
+    not_experts: *mut c_void,
+    told: u64,
+    told_at: Option<Instant>,
 }
 
-// SAFETY: modules and functions belong to the device's primary context, whatever thread names them.
+// SAFETY: pinned memory is any thread's; modules and functions belong to the device's primary context, whatever thread names them.
 unsafe impl Send for IndexCopier {}
 
 impl IndexCopier {
@@ -43,7 +51,39 @@ impl IndexCopier {
         };
         let int32 = function(c"nvte_ep_copy_topk_idx_i32")?;
         let int64 = function(c"nvte_ep_copy_topk_idx_i64")?;
-        Ok(Self { cuda, module, int32, int64 })
+        let mut not_experts = std::ptr::null_mut();
+        // SAFETY: `not_experts` lives across the call.
+        let code = unsafe { (cuda.cuMemAllocHost_v2)(&raw mut not_experts, size_of::<u64>()) };
+        cuda.check("cuMemAllocHost_v2", code)?;
+        // SAFETY: room for one u64, which nobody else knows yet.
+        unsafe { not_experts.cast::<u64>().write(0) };
+        Ok(Self { cuda, module, int32, int64, not_experts, told: 0, told_at: None })
+    }
+
+    /// Logs how many indices of the steps so far were no expert, if that are more than at the last time; not too often.
+    #[inline]
+    pub(super) fn tell(&mut self) {
+        // SAFETY: the kernels' memory, which they add to atomically.
+        let found = unsafe { AtomicU64::from_ptr(self.not_experts.cast()) }.load(Ordering::Relaxed);
+        if found != self.told && self.told_at.is_none_or(|at| at.elapsed() > BETWEEN_WARNINGS) {
+            self.warn(found);
+        }
+    }
+
+    /// The same at the end, when it may be that nothing was told for a while.
+    pub(super) fn tell_last(&mut self) {
+        self.told_at = None;
+        self.tell();
+    }
+
+    #[cold]
+    fn warn(&mut self, found: u64) {
+        let text = format!(
+            "{found} indices of topk_idx in the steps so far were num_experts or more: no expert, so they were routed nowhere \
+             (-1 masks an entry without this warning; nvte_ep_ext_recv_totals tells of one step)"
+        );
+        tracing::warn!(target: "nvte_ep", "{text}");
+        (self.told, self.told_at) = (found, Some(Instant::now()));
     }
 
     /// Queues the copy of `topk_idx`, `[T, K]`, to the address `copied`, and adds the number of indices that are no
@@ -63,19 +103,21 @@ impl IndexCopier {
         let &[tokens, top_k] = topk_idx.shape.sizes() else { unreachable!("prepare checked that it is 2D") };
         if tokens > 0 {
             let function = if topk_idx.dtype == DType::Int32 { self.int32 } else { self.int64 };
-            let (mut given, mut copied, mut not_experts) = (topk_idx.data, copied, not_experts);
+            let (mut given, mut copied, mut not_experts, mut log) =
+                (topk_idx.data, copied, not_experts, self.not_experts);
             let (mut token_count, mut top_k, mut num_experts) = (tokens as u32, top_k as u32, num_experts);
-            let mut arguments: [*mut c_void; 6] = [
+            let mut arguments: [*mut c_void; 7] = [
                 (&raw mut given).cast(),
                 (&raw mut copied).cast(),
                 (&raw mut not_experts).cast(),
+                (&raw mut log).cast(),
                 (&raw mut token_count).cast(),
                 (&raw mut top_k).cast(),
                 (&raw mut num_experts).cast(),
             ];
             let blocks = tokens.div_ceil(THREADS as usize).min(MAX_BLOCKS) as u32;
             let (raw_stream, arguments, none) = (stream.as_raw(), arguments.as_mut_ptr(), std::ptr::null_mut());
-            // SAFETY: the arguments are the kernel's six, read by the call; the caller vouches for the memory.
+            // SAFETY: the arguments are the kernel's seven, read by the call; the caller vouches for the memory.
             let code = unsafe {
                 (self.cuda.cuLaunchKernel)(function, blocks, 1, 1, THREADS, 1, 1, 0, raw_stream, arguments, none)
             };
@@ -89,7 +131,9 @@ impl Drop for IndexCopier {
     fn drop(&mut self) {
         // SAFETY: the module is live, and nothing queued uses it any more.
         let unloaded = self.cuda.check("cuModuleUnload", unsafe { (self.cuda.cuModuleUnload)(self.module) });
-        if let Err(error) = unloaded {
+        // SAFETY: the memory is ours, and nothing queued uses it any more.
+        let freed = self.cuda.check("cuMemFreeHost", unsafe { (self.cuda.cuMemFreeHost)(self.not_experts) });
+        for error in [unloaded, freed].into_iter().filter_map(Result::err) {
             tracing::warn!(target: "nvte_ep", "{error}");
         }
     }

@@ -38,6 +38,8 @@ fn_table! {
         cuEventElapsedTime_v2: fn(*mut f32, b::CUevent, b::CUevent) -> b::CUresult;
         cuMemAlloc_v2: fn(*mut b::CUdeviceptr, usize) -> b::CUresult;
         cuMemFree_v2: fn(b::CUdeviceptr) -> b::CUresult;
+        cuMemAllocHost_v2: fn(*mut *mut c_void, usize) -> b::CUresult;
+        cuMemFreeHost: fn(*mut c_void) -> b::CUresult;
         cuMemGetInfo_v2: fn(*mut usize, *mut usize) -> b::CUresult;
         cuMemcpyHtoDAsync_v2: fn(b::CUdeviceptr, *const c_void, usize, b::CUstream) -> b::CUresult;
         cuMemcpyAsync: fn(b::CUdeviceptr, b::CUdeviceptr, usize, b::CUstream) -> b::CUresult;

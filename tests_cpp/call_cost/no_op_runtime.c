@@ -47,6 +47,8 @@ NO_OP(cuEventSynchronize, void* event)
 int cuEventElapsedTime_v2(float* ms, void* from, void* to) { return (void)from, (void)to, *ms = 0, 0; }
 int cuMemAlloc_v2(uint64_t* address, size_t bytes) { return *address = (uint64_t)(uintptr_t)malloc(bytes), 0; }
 int cuMemFree_v2(uint64_t address) { return free((void*)(uintptr_t)address), 0; }
+int cuMemAllocHost_v2(void** address, size_t bytes) { return *address = malloc(bytes), 0; }
+int cuMemFreeHost(void* address) { return free(address), 0; }
 int cuMemGetInfo_v2(size_t* free_bytes, size_t* total) { return *free_bytes = *total = (size_t)1 << 40, 0; }
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void* stream) {
   (void)stream;

@@ -4,7 +4,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use nvte_ep_bindings::*;
 
-use super::{driver, driver_current, free_device, put};
+use super::{driver, driver_current, free_device, free_pinned, put};
 use crate::check::{self, Call, Policy};
 use crate::device::{self, Device};
 use crate::fault::{Fault, Outcome};
@@ -586,6 +586,35 @@ pub unsafe extern "C" fn cuMemAlloc_v2(dptr: *mut CUdeviceptr, bytesize: usize) 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemFree_v2(dptr: CUdeviceptr) -> CUresult {
     driver_current(|device| free_device(dptr as *mut c_void, device))
+}
+
+/// Allocates pinned host memory.
+///
+/// # Safety
+///
+/// `pp` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemAllocHost_v2(pp: *mut *mut c_void, bytesize: usize) -> CUresult {
+    driver_current(|device| {
+        if bytesize == 0 {
+            return Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, "an allocation of 0 bytes"));
+        }
+        // SAFETY: the caller's contract.
+        unsafe { put(pp, std::ptr::null_mut()) }?;
+        let pointer = super::allocate(bytesize, Kind::Pinned, device)?;
+        // SAFETY: the caller's contract.
+        unsafe { put(pp, pointer) }
+    })
+}
+
+/// Frees pinned host memory after all work.
+///
+/// # Safety
+///
+/// Nobody uses the memory any more.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemFreeHost(p: *mut c_void) -> CUresult {
+    driver_current(|device| free_pinned(p, device))
 }
 
 /// Free and total memory.

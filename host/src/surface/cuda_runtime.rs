@@ -4,7 +4,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use nvte_ep_bindings::*;
 
-use super::{LAST_RUNTIME_ERROR, free_device, put, runtime, runtime_query};
+use super::{LAST_RUNTIME_ERROR, free_device, free_pinned, put, runtime, runtime_query};
 use crate::device;
 use crate::fault::Fault;
 use crate::graph;
@@ -189,16 +189,7 @@ pub unsafe extern "C" fn cudaHostAlloc(pHost: *mut *mut c_void, size: usize, fla
 /// Nobody uses the memory any more.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cudaFreeHost(ptr: *mut c_void) -> cudaError_t {
-    runtime(|device| {
-        if ptr.is_null() {
-            return Ok(());
-        }
-        graph::refuse_unsafe("freeing pinned memory")?;
-        let allocation = memory::forget(ptr as usize, |kind| kind == Kind::Pinned)?;
-        device.synchronize();
-        memory::release(allocation);
-        device.check()
-    })
+    runtime(|device| free_pinned(ptr, device))
 }
 
 /// Allocates device memory in stream order; on a captured stream each launch of the graph does.

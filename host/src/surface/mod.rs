@@ -155,6 +155,17 @@ fn allocate(bytes: usize, kind: crate::memory::Kind, device: &'static Device) ->
 }
 
 /// What the two CUDA interfaces have in common to free device memory.
+fn free_pinned(pointer: *mut c_void, device: &'static Device) -> Outcome<()> {
+    if pointer.is_null() {
+        return Ok(());
+    }
+    graph::refuse_unsafe("freeing pinned memory")?;
+    let allocation = crate::memory::forget(pointer as usize, |kind| kind == crate::memory::Kind::Pinned)?;
+    device.synchronize();
+    crate::memory::release(allocation);
+    device.check()
+}
+
 fn free_device(pointer: *mut c_void, device: &'static Device) -> Outcome<()> {
     if pointer.is_null() {
         return Ok(());
