@@ -118,13 +118,13 @@ impl Watch {
     ///
     /// # Safety
     /// `stream` is a live stream of the group's device, in the state `state`.
-    pub(super) unsafe fn queue<T>(
+    pub(super) unsafe fn queue(
         &mut self,
         step: Step,
         stream: Stream,
         state: StreamState,
-        work: impl FnOnce() -> Result<T>,
-    ) -> Result<T> {
+        work: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         if state == StreamState::Capturing {
             self.watched.progress.captured();
             return work();
@@ -134,18 +134,13 @@ impl Watch {
         let place = self.turn.take(&watched.places);
         // SAFETY: the caller vouches for the stream; the events are ours.
         let begun = place.filter(|place| unsafe { watched.record(place.events.begin, stream) });
-        let result = work();
-        match result.is_ok() {
-            true => watched.progress.queued(number),
-            false => watched.progress.retract(number),
+        work().inspect_err(|_| watched.progress.retract(number))?;
+        watched.progress.queued(number);
+        // SAFETY: as above.
+        if let Some(place) = begun.filter(|place| unsafe { watched.record(place.events.end, stream) }) {
+            place.fill(number, step, self.turn.take_skipped());
         }
-        if let Some(place) = begun.filter(|_| result.is_ok()) {
-            // SAFETY: as above.
-            if unsafe { watched.record(place.events.end, stream) } {
-                place.fill(number, step, self.turn.take_skipped());
-            }
-        }
-        result
+        Ok(())
     }
 
     /// # Errors
