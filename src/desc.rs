@@ -69,9 +69,9 @@ impl Descriptor {
     /// A descriptor of `view`, which the checks of `ops` let through: one or two dimensions, a type that NCCL knows.
     #[inline]
     pub(crate) fn new(view: &TensorView) -> Self {
-        let sizes = view.shape.sizes();
+        let (ndim, sizes) = view.shape.matrix_or_vector().expect("ops admits matrices and vectors");
         let mut raw = b::ncclEpTensor_t::with_header();
-        raw.ndim = u32::try_from(sizes.len()).expect("15 dimensions at most");
+        raw.ndim = ndim;
         raw.datatype = view.dtype.nccl().expect("ops admits types that NCCL knows");
         match view.window {
             // NCCL EP takes the address from the window when data is NULL.
@@ -81,9 +81,7 @@ impl Descriptor {
             }
             None => raw.data = std::ptr::with_exposed_provenance_mut(view.data as usize),
         }
-        let mut kept = [0; 2];
-        kept[..sizes.len()].copy_from_slice(sizes);
-        Self { raw, sizes: kept }
+        Self { raw, sizes }
     }
 
     /// The same tensor as int64 at the address `data`.

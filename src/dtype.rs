@@ -5,7 +5,8 @@ use crate::ffi::types as nvte;
 use nvte_ep_bindings as nccl;
 use std::fmt;
 
-/// A tensor's data type.
+/// A tensor's data type. A word, so that the structures with one have no padding: what copies those copies words.
+#[repr(usize)]
 #[allow(missing_docs, reason = "the names are the formats' own")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DType {

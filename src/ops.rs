@@ -196,19 +196,19 @@ impl Dispatch {
     /// The first broken rule.
     pub fn check(&mut self, group: &GroupConfig, layer: &LayerConfig, prepared: Prepared) -> Result<()> {
         let width = match self.tokens.scales {
-            None => require_source_rows(&self.tokens, group, prepared)?,
-            Some(_) => require_mxfp8_source(&self.tokens, group, prepared)?,
+            None => require_source_rows(&self.tokens, group, &prepared)?,
+            Some(_) => require_mxfp8_source(&self.tokens, group, &prepared)?,
         };
         if let Some(topk_idx) = &self.topk_idx {
             let (rows, columns) = topk_idx.matrix("[T, top_k]")?;
             require_top_k(topk_idx, columns, layer)?;
-            require_prepared_rows(topk_idx, rows, prepared)?;
+            require_prepared_rows(topk_idx, rows, &prepared)?;
             if topk_idx.dtype != prepared.index_dtype {
                 let required = format!("must have the dtype given to nvte_ep_prepare, {}", prepared.index_dtype);
                 return Err(Error::argument(topk_idx.name, required, topk_idx.dtype));
             }
         }
-        require_recv_rows(&mut self.recv_tokens, width, group, prepared, Side::Written)?;
+        require_recv_rows(&mut self.recv_tokens, width, group, &prepared, Side::Written)?;
         self.recv_tokens.require_dtype_of(&self.tokens)?;
         require_same_scaling(&self.tokens, &mut self.recv_tokens, group)?;
         if self.topk_weights.is_some() {
@@ -220,7 +220,7 @@ impl Dispatch {
                 if self.topk_idx.is_none() {
                     return Err(Error::argument("topk_idx", "must be given with topk_weights", "a null tensor"));
                 }
-                require_weights(weights, layer, prepared)?;
+                require_weights(weights, layer, &prepared)?;
                 require_recv_weights(recv_weights, &self.recv_tokens, group)?;
             }
             (Some(_), None) => return Err(missing("recv_topk_weights", "topk_weights")),
@@ -250,9 +250,9 @@ impl Combine {
     /// # Errors
     /// The first broken rule.
     pub fn check(&mut self, group: &GroupConfig, prepared: Prepared) -> Result<()> {
-        let width = require_source_rows(&self.result, group, prepared)?;
+        let width = require_source_rows(&self.result, group, &prepared)?;
         require_plain(&self.expert_out)?;
-        require_recv_rows(&mut self.expert_out, width, group, prepared, Side::Read)?;
+        require_recv_rows(&mut self.expert_out, width, group, &prepared, Side::Read)?;
         self.result.require_dtype_of(&self.expert_out)?;
         Ok(())
     }
@@ -264,9 +264,9 @@ impl DispatchBwd {
     /// # Errors
     /// The first broken rule.
     pub fn check(&mut self, group: &GroupConfig, layer: &LayerConfig, prepared: Prepared) -> Result<()> {
-        let width = require_source_rows(&self.grad_tokens, group, prepared)?;
+        let width = require_source_rows(&self.grad_tokens, group, &prepared)?;
         require_plain(&self.grad)?;
-        require_recv_rows(&mut self.grad, width, group, prepared, Side::Read)?;
+        require_recv_rows(&mut self.grad, width, group, &prepared, Side::Read)?;
         self.grad_tokens.require_dtype_of(&self.grad)?;
         // The backward kernels clear and fill as many staging rows as grad has, unchecked (nccl_ep 0.1.0).
         if group.recv_capacity == RecvCapacity::Eager && self.grad.shape.sizes()[0] as u64 > group.internal_rows() {
@@ -284,7 +284,7 @@ impl DispatchBwd {
             (None, None) => {}
             (Some(recv_weights), Some(weights)) => {
                 require_recv_weights(recv_weights, &self.grad, group)?;
-                require_weights(weights, layer, prepared)?;
+                require_weights(weights, layer, &prepared)?;
             }
             (Some(_), None) => return Err(missing("grad_topk_weights", "g_recv_topk_weights")),
             (None, Some(_)) => return Err(missing("g_recv_topk_weights", "grad_topk_weights")),
@@ -300,10 +300,10 @@ impl CombineBwd {
     /// The first broken rule.
     pub fn check(&mut self, group: &GroupConfig, prepared: Prepared) -> Result<()> {
         let width = match self.grad.scales {
-            None => require_source_rows(&self.grad, group, prepared)?,
-            Some(_) => require_mxfp8_source(&self.grad, group, prepared)?,
+            None => require_source_rows(&self.grad, group, &prepared)?,
+            Some(_) => require_mxfp8_source(&self.grad, group, &prepared)?,
         };
-        require_recv_rows(&mut self.grad_expert_out, width, group, prepared, Side::Written)?;
+        require_recv_rows(&mut self.grad_expert_out, width, group, &prepared, Side::Written)?;
         self.grad_expert_out.require_dtype_of(&self.grad)?;
         require_same_scaling(&self.grad, &mut self.grad_expert_out, group)?;
         Ok(())
@@ -318,7 +318,7 @@ fn require_top_k(tensor: &TensorView, columns: usize, layer: &LayerConfig) -> Re
     Err(Error::argument(tensor.name, required, format!("{:?}", tensor.shape)))
 }
 
-fn require_prepared_rows(tensor: &TensorView, rows: usize, prepared: Prepared) -> Result<()> {
+fn require_prepared_rows(tensor: &TensorView, rows: usize, prepared: &Prepared) -> Result<()> {
     if rows == prepared.num_tokens {
         return Ok(());
     }
@@ -336,7 +336,7 @@ fn require_plain(tensor: &TensorView) -> Result<()> {
 }
 
 /// A plain `[T, H]` token tensor of this rank; returns H.
-fn require_source_rows(tensor: &TensorView, group: &GroupConfig, prepared: Prepared) -> Result<usize> {
+fn require_source_rows(tensor: &TensorView, group: &GroupConfig, prepared: &Prepared) -> Result<usize> {
     let (rows, width) = tensor.matrix("[T, hidden_dim]")?;
     require_plain(tensor)?;
     tensor.require_dtype(&[DType::BFloat16, DType::Float16, DType::Float32])?;
@@ -370,7 +370,7 @@ pub(crate) fn scales_of(tensor: &TensorView) -> Option<TensorView> {
 
 /// An MXFP8 `[T, H]` token tensor of this rank; returns H.
 #[inline(never)]
-fn require_mxfp8_source(tensor: &TensorView, group: &GroupConfig, prepared: Prepared) -> Result<usize> {
+fn require_mxfp8_source(tensor: &TensorView, group: &GroupConfig, prepared: &Prepared) -> Result<usize> {
     let (rows, width) = tensor.matrix("[T, hidden_dim]")?;
     tensor.require_dtype(&[DType::Float8E4M3, DType::Float8E5M2])?;
     require_prepared_rows(tensor, rows, prepared)?;
@@ -478,7 +478,7 @@ fn require_recv_rows(
     tensor: &mut TensorView,
     width: usize,
     group: &GroupConfig,
-    prepared: Prepared,
+    prepared: &Prepared,
     side: Side,
 ) -> Result<()> {
     let (rows, columns) = tensor.matrix("[recv_T, hidden_dim]")?;
@@ -501,7 +501,7 @@ fn require_recv_rows(
 }
 
 /// How many of a receive-side tensor's rows count.
-fn recv_rows(tensor: &TensorView, rows: usize, group: &GroupConfig, prepared: Prepared) -> Result<usize> {
+fn recv_rows(tensor: &TensorView, rows: usize, group: &GroupConfig, prepared: &Prepared) -> Result<usize> {
     match group.recv_capacity {
         RecvCapacity::Fixed(capacity) if rows >= capacity as usize => Ok(capacity as usize),
         RecvCapacity::Fixed(capacity) => {
@@ -521,7 +521,7 @@ fn recv_rows(tensor: &TensorView, rows: usize, group: &GroupConfig, prepared: Pr
 }
 
 /// A `[T, K]` float32 tensor of weights or their gradients.
-fn require_weights(tensor: &TensorView, layer: &LayerConfig, prepared: Prepared) -> Result<()> {
+fn require_weights(tensor: &TensorView, layer: &LayerConfig, prepared: &Prepared) -> Result<()> {
     let (rows, columns) = tensor.matrix("[T, top_k]")?;
     tensor.require_dtype(&[DType::Float32])?;
     require_prepared_rows(tensor, rows, prepared)?;

@@ -88,7 +88,7 @@ impl Step {
 
     /// Bits: 0-3 call, 4 weights, 5-8 data type + 1, 9-14 top_k, 15-31 size, cut off.
     #[inline]
-    fn pack(self) -> u32 {
+    pub(crate) fn pack(self) -> u32 {
         let dtype = self.dtype.map_or(0, |dtype| dtype as u32 + 1);
         let size = (self.size as u32).min((1 << 17) - 1);
         self.call as u32 | u32::from(self.weights) << 4 | dtype << 5 | (self.top_k & 63) << 9 | size << 15
@@ -100,7 +100,7 @@ impl Step {
         (self.call, self.weights, self.top_k, bytes(self)) == (other.call, other.weights, other.top_k, bytes(other))
     }
 
-    fn unpack(word: u32) -> Option<Self> {
+    pub(crate) fn unpack(word: u32) -> Option<Self> {
         let dtype = match word >> 5 & 15 {
             0 => None,
             number => Some(DType::from_index(number as usize - 1)?),

@@ -74,6 +74,14 @@ impl Shape {
         &self.sizes[..self.ndim().min(KEPT)]
     }
 
+    /// Number of dimensions and sizes of a matrix or a vector, whose second size is 0 then; none of others.
+    #[inline]
+    #[must_use]
+    pub fn matrix_or_vector(&self) -> Option<(u32, [usize; 2])> {
+        let [first, second, _] = self.sizes;
+        matches!(self.ndim, 1 | 2).then_some((self.ndim as u32, [first, second]))
+    }
+
     /// Product of the sizes; none when it does not fit.
     #[inline]
     #[must_use]
@@ -332,7 +340,10 @@ pub(crate) mod tests {
         assert_eq!(Shape::new(&[usize::MAX, 2]).unwrap().numel(), None);
         assert_eq!(Shape::new(&[usize::MAX, 0, 7]).unwrap().numel(), Some(0));
         assert!(Shape::new(&[1; 15]).is_some() && Shape::new(&[1; 16]).is_none());
+        assert_eq!(Shape::new(&[2, 3]).unwrap().matrix_or_vector(), Some((2, [2, 3])));
+        assert_eq!(Shape::vector(7).matrix_or_vector(), Some((1, [7, 0])));
         let deep = Shape::new(&[2, 3, 4, 5]).unwrap();
+        assert_eq!((deep.matrix_or_vector(), Shape::new(&[]).unwrap().matrix_or_vector()), (None, None));
         assert_eq!((deep.numel(), deep.ndim(), format!("{deep:?}")), (Some(120), 4, "[2, 3, 4, ..]".into()));
     }
 

@@ -3,6 +3,7 @@
 
 mod agreement;
 mod fork;
+mod in_flight;
 mod nccl_ep;
 mod residency;
 mod symm;

@@ -5,13 +5,13 @@
 //!
 //! Calls that are captured are not watched: graphs are replayed without the library.
 
+use super::in_flight::{self, Place, Turn};
 use crate::error::{Error, Result};
 use crate::progress::{Call, Progress, Step};
 use crate::sys::Base;
 use crate::sys::cuda::{Stream, StreamState};
 use nvte_ep_bindings as b;
 use parking_lot::{Condvar, Mutex};
-use std::collections::VecDeque;
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -36,25 +36,17 @@ struct Events {
 
 // SAFETY: events belong to the device's context, whatever thread names them.
 unsafe impl Send for Events {}
+// SAFETY: as above; the driver takes calls about one event from several threads.
+unsafe impl Sync for Events {}
 
-/// A call that was queued.
-#[derive(Debug)]
-struct Queued {
-    number: u64,
-    step: Step,
+/// A call in flight, as the thread knows it.
+#[derive(Debug, Clone, Copy)]
+struct Running {
+    call: in_flight::Call,
     events: Events,
-    /// Whether calls in front of it are not watched.
-    behind_others: bool,
-    /// When it, or one of those, was first seen to run.
+    /// When it, or one in front of it that is not watched, was first seen to run.
     since: Option<Instant>,
     reported: bool,
-}
-
-/// Calls in flight, and events for more.
-#[derive(Debug)]
-struct Ring {
-    queued: VecDeque<Queued>,
-    free: Vec<Events>,
 }
 
 /// A group under watch: what its calls go through.
@@ -67,7 +59,8 @@ pub(super) struct Watched {
     /// How long a process that takes no notice goes on; none = for ever.
     grace: Option<Duration>,
     progress: Progress,
-    ring: Mutex<Ring>,
+    /// Where calls in flight are kept; none where calls are not watched.
+    places: Box<[Place<Events>]>,
     /// Why the group is at its end.
     ended: OnceLock<String>,
     /// Whether a caller has been told.
@@ -80,10 +73,7 @@ pub(super) struct Watched {
 #[derive(Debug)]
 pub(super) struct Watch {
     watched: Arc<Watched>,
-    /// Events for more calls, taken from the ring many at a time.
-    spare: Vec<Events>,
-    /// Whether calls since the last one that is watched are not.
-    skipped: bool,
+    turn: Turn,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -97,13 +87,14 @@ impl Watch {
         limit: Option<Duration>,
         grace: Option<Duration>,
     ) -> Self {
+        let places = limit.map_or(Box::default(), |_| make_places(base));
         let watched = Arc::new(Watched {
             base,
             device,
             limit,
             grace,
             progress,
-            ring: Mutex::new(Ring { queued: VecDeque::with_capacity(IN_FLIGHT), free: Vec::with_capacity(IN_FLIGHT) }),
+            places,
             ended: OnceLock::new(),
             noticed: AtomicBool::new(false),
             stopped: Mutex::new(false),
@@ -116,7 +107,7 @@ impl Watch {
                 .inspect_err(|error| tracing::warn!(target: "nvte_ep", "the group's calls are not watched: {error}"))
                 .ok()
         });
-        Self { watched, spare: Vec::with_capacity(IN_FLIGHT), skipped: false, thread }
+        Self { watched, turn: Turn::default(), thread }
     }
 
     pub(super) fn share(&self) -> Arc<Watched> {
@@ -127,58 +118,29 @@ impl Watch {
     ///
     /// # Safety
     /// `stream` is a live stream of the group's device, in the state `state`.
-    pub(super) unsafe fn queue<T>(
+    pub(super) unsafe fn queue(
         &mut self,
         step: Step,
         stream: Stream,
         state: StreamState,
-        work: impl FnOnce() -> Result<T>,
-    ) -> Result<T> {
+        work: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         if state == StreamState::Capturing {
             self.watched.progress.captured();
             return work();
         }
-        let number = self.watched.progress.enter(step);
-        let events = self.take_events();
+        let watched = &*self.watched;
+        let number = watched.progress.enter(step);
+        let place = self.turn.take(&watched.places);
         // SAFETY: the caller vouches for the stream; the events are ours.
-        let begun = events.is_some_and(|events| unsafe { self.watched.record(events.begin, stream) });
-        let result = work();
-        match result.is_ok() {
-            true => self.watched.progress.queued(number),
-            false => self.watched.progress.retract(number),
+        let begun = place.filter(|place| unsafe { watched.record(place.events.begin, stream) });
+        work().inspect_err(|_| watched.progress.retract(number))?;
+        watched.progress.queued(number);
+        // SAFETY: as above.
+        if let Some(place) = begun.filter(|place| unsafe { watched.record(place.events.end, stream) }) {
+            place.fill(number, step, self.turn.take_skipped());
         }
-        if let Some(events) = events {
-            // SAFETY: as above.
-            let ended = begun && result.is_ok() && unsafe { self.watched.record(events.end, stream) };
-            match ended {
-                true => self.watched.watch_over(number, step, events, std::mem::take(&mut self.skipped)),
-                false => self.spare.push(events),
-            }
-        }
-        result
-    }
-
-    /// Events for another call; none when as many as may be are in flight, or calls are not watched.
-    #[inline]
-    fn take_events(&mut self) -> Option<Events> {
-        self.watched.limit?;
-        self.spare.pop().or_else(|| self.find_events())
-    }
-
-    #[inline(never)]
-    fn find_events(&mut self) -> Option<Events> {
-        let mut ring = self.watched.ring.lock();
-        if ring.free.is_empty() && ring.queued.len() < IN_FLIGHT {
-            return self.watched.make_events();
-        }
-        if ring.free.is_empty() {
-            // The newest gives way to one that is newer: it comes after it on the device too.
-            let newest = ring.queued.pop_back()?;
-            self.skipped = true;
-            return Some(newest.events);
-        }
-        std::mem::swap(&mut ring.free, &mut self.spare);
-        self.spare.pop()
+        Ok(())
     }
 
     /// # Errors
@@ -208,19 +170,36 @@ impl Watch {
 
     /// Ends the thread and gives its events back; what was queued is done.
     pub(super) fn stop(self) {
-        let Self { watched, spare, skipped: _, thread } = self;
+        let Self { watched, turn: _, thread } = self;
         *watched.stopped.lock() = true;
         watched.stop.notify_all();
         // It panics nowhere; if it did, there is nothing to add.
         let _ = thread.map(JoinHandle::join);
-        let Ring { queued, free } = &mut *watched.ring.lock();
-        for Events { begin, end } in queued.drain(..).map(|call| call.events).chain(free.drain(..)).chain(spare) {
-            for event in [begin, end] {
-                // SAFETY: an event of ours that nothing queued waits for.
-                let _ = unsafe { (watched.base.cuda.cuEventDestroy_v2)(event) };
-            }
+        for event in watched.places.iter().flat_map(|place| [place.events.begin, place.events.end]) {
+            // SAFETY: an event of ours that nothing queued waits for.
+            let _ = unsafe { (watched.base.cuda.cuEventDestroy_v2)(event) };
         }
     }
+}
+
+/// Places with events of the current device, as many as can be had.
+fn make_places(base: &Base) -> Box<[Place<Events>]> {
+    let make = || {
+        let mut event = std::ptr::null_mut();
+        let flags = b::CU_EVENT_DISABLE_TIMING;
+        // SAFETY: `event` is live.
+        let code = unsafe { (base.cuda.cuEventCreate)(&raw mut event, flags) };
+        base.cuda.check("cuEventCreate", code).map(|()| event)
+    };
+    let places =
+        (0..IN_FLIGHT).map_while(|index| match make().and_then(|begin| make().map(|end| Events { begin, end })) {
+            Ok(events) => Some(Place::new(events)),
+            Err(error) => {
+                tracing::warn!(target: "nvte_ep", "no more than {index} calls in flight are watched: {error}");
+                None
+            }
+        });
+    places.collect()
 }
 
 impl Watched {
@@ -237,31 +216,8 @@ impl Watched {
         Error::State(format!("the group has ended: {reason}; end this process"))
     }
 
-    #[inline]
-    fn watch_over(&self, number: u64, step: Step, events: Events, behind_others: bool) {
-        let call = Queued { number, step, events, behind_others, since: None, reported: false };
-        self.ring.lock().queued.push_back(call);
-    }
-
     pub(super) fn progress(&self) -> &Progress {
         &self.progress
-    }
-
-    fn make_events(&self) -> Option<Events> {
-        let make = || {
-            let mut event = std::ptr::null_mut();
-            let flags = b::CU_EVENT_DISABLE_TIMING;
-            // SAFETY: `event` is live.
-            let code = unsafe { (self.base.cuda.cuEventCreate)(&raw mut event, flags) };
-            self.base.cuda.check("cuEventCreate", code).map(|()| event)
-        };
-        match make().and_then(|begin| make().map(|end| Events { begin, end })) {
-            Ok(events) => Some(events),
-            Err(error) => {
-                tracing::warn!(target: "nvte_ep", "a call is not watched: {error}");
-                None
-            }
-        }
     }
 
     /// # Safety
@@ -291,18 +247,25 @@ impl Watched {
         }
     }
 
-    /// Takes out what is done. False when the device has failed: what is queued on it will never say so.
-    fn collect(&self, ring: &mut Ring) -> bool {
-        let Ring { queued, free } = ring;
+    /// Brings `running`, which goes by places, up to date, and frees the places of what is done. False when the device has
+    /// failed: what is queued on it will never say so.
+    fn collect(&self, running: &mut [Option<Running>]) -> bool {
         let mut works = true;
-        queued.retain(|call| {
-            let done = self.is_done(call.events.end);
+        for (place, running) in self.places.iter().zip(running) {
+            let Some(call) = place.look() else {
+                *running = None;
+                continue;
+            };
+            let done = self.is_done(place.events.end);
             works &= done.is_some();
+            let known = running.filter(|known| known.call == call);
+            *running = known.or(Some(Running { call, events: place.events, since: None, reported: false }));
             if done != Some(false) {
-                free.push(call.events);
+                place.free(call);
             }
-            done == Some(false)
-        });
+            // Not if it is done, and not if it has given way meanwhile.
+            *running = running.filter(|_| place.holds(call));
+        }
         works
     }
 
@@ -312,6 +275,7 @@ impl Watched {
             tracing::warn!(target: "nvte_ep", "the group's calls are not watched: {error}");
             return;
         }
+        let mut running = vec![None; self.places.len()];
         loop {
             let mut stopped = self.stopped.lock();
             let _ = self.stop.wait_while_for(&mut stopped, |stopped| !*stopped, PERIOD);
@@ -319,41 +283,40 @@ impl Watched {
                 return;
             }
             drop(stopped);
-            match self.look() {
+            match self.look(&mut running) {
                 Look::Fine => {}
                 // Every call finds the device's error by itself.
                 Look::DeviceFailed => return,
-                Look::Ended => return self.see_it_through(),
+                Look::Ended => return self.see_it_through(&mut running),
             }
         }
     }
 
-    fn look(&self) -> Look {
-        let mut ring = self.ring.lock();
-        if !self.collect(&mut ring) {
+    fn look(&self, running: &mut [Option<Running>]) -> Look {
+        if !self.collect(running) {
             return Look::DeviceFailed;
         }
         let now = Instant::now();
-        for (index, call) in ring.queued.iter_mut().enumerate() {
-            let unwatched = index == 0 && call.behind_others;
-            if call.since.is_none() && (unwatched || self.is_done(call.events.begin) == Some(true)) {
-                call.since = Some(now);
+        let oldest = running.iter().flatten().map(|running| running.call.number()).min();
+        for running in running.iter_mut().flatten().filter(|running| running.since.is_none()) {
+            let unwatched = running.call.is_behind_others() && Some(running.call.number()) == oldest;
+            if unwatched || self.is_done(running.events.begin) == Some(true) {
+                running.since = Some(now);
             }
         }
-        let Some(call) = ring.queued.iter_mut().filter(|call| call.since.is_some()).min_by_key(|call| call.since)
-        else {
+        let begun = running.iter_mut().flatten().filter_map(|running| Some((running.since?, running)));
+        let Some((since, first)) = begun.min_by_key(|(since, running)| (*since, running.call.number())) else {
             return Look::Fine;
         };
-        let (number, step) = (call.number, call.step);
-        let running = call.since.map_or(Duration::ZERO, |since| now - since);
+        let (number, step) = (first.call.number(), first.call.step);
+        let running = now - since;
         let late = self.limit.is_some_and(|limit| running > limit);
         if running < SUSPICIOUS && !late {
             return Look::Fine;
         }
         let reason = self.progress.reason(number, step);
-        let report = !call.reported && running > SLOW;
-        call.reported |= report;
-        drop(ring);
+        let report = !first.reported && running > SLOW;
+        first.reported |= report;
         let seconds = running.as_secs_f32();
         let text =
             format!("{step}, call {number} of the group, has been on the device for {seconds:.1} s: {}", reason.text);
@@ -378,7 +341,7 @@ impl Watched {
 
     /// The caller may sit in a synchronization that never returns. If it has not taken notice when the grace is over, and
     /// the device is still at it, nothing is left but to end the process.
-    fn see_it_through(&self) {
+    fn see_it_through(&self, running: &mut [Option<Running>]) {
         let Some(grace) = self.grace else { return };
         let start = Instant::now();
         while start.elapsed() < grace {
@@ -387,8 +350,7 @@ impl Watched {
             }
             std::thread::sleep(PERIOD.min(grace));
         }
-        let mut ring = self.ring.lock();
-        let stuck = self.collect(&mut ring) && !ring.queued.is_empty();
+        let stuck = self.collect(running) && running.iter().any(Option::is_some);
         if stuck && !self.noticed.load(Ordering::Relaxed) {
             let text = "nobody has called the library since, and the device is still waiting: the process ends here";
             say(text);
