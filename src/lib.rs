@@ -38,6 +38,7 @@ mod log;
 pub mod memory;
 pub mod ops;
 pub mod options;
+mod patience;
 mod preflight;
 mod progress;
 mod stamp;

@@ -22,6 +22,7 @@ use crate::handle_cache::{Captured, Entry, HandleCache, HandleKey, Lookup};
 use crate::memory::GroupMemory;
 use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Payloads, Prepare, Prepared, scales_of};
 use crate::options::Options;
+use crate::patience::Patience;
 use crate::preflight::{self, GroupVariables, Place};
 use crate::progress::{Call, Progress, Step};
 use crate::stamp::{COUNTERS_END, NOT_EXPERTS_OFFSET, STAMP_BYTES, Stamp, TOTAL_OFFSET};
@@ -38,7 +39,7 @@ use rustc_hash::FxHashMap;
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use symm::Symm;
 use topk_idx::IndexCopier;
 use watch::Watch;
@@ -895,10 +896,9 @@ impl Backend {
         if self.config.relocation == Relocation::Refuse || state == StreamState::Capturing {
             return None;
         }
-        let (memory, start) = (handle.mem.data, Instant::now());
-        let enough = || (start.elapsed() > Duration::from_secs(1)).then(String::new);
+        let (memory, soon) = (handle.mem.data, Some(Duration::from_secs(1)));
         // SAFETY: passed on; the stream does not capture.
-        let [first, second, low, high] = unsafe { self.base.cuda.read_words(memory, stream, &enough) }.ok()?;
+        let [first, second, low, high] = unsafe { self.read_words(memory, stream, soon) }.ok()?;
         let (config, prepared) = Stamp([first, second]).read(self.epoch)?;
         let eager = self.config.recv_capacity == RecvCapacity::Eager;
         let recv_total = eager.then_some(u64::from(high) << 32 | u64::from(low));
@@ -929,7 +929,7 @@ impl Backend {
             ));
         }
         // SAFETY: passed on; the stream does not capture.
-        Ok(Stamp(unsafe { self.read_words(address, stream) }?))
+        Ok(Stamp(unsafe { self.read_words(address, stream, None) }?))
     }
 
     /// Whether handle memory is the allocation that it was at its last call.
@@ -937,14 +937,20 @@ impl Backend {
         Ok(self.allocations.get(&memory) == Some(&self.base.cuda.allocation_id(memory)?))
     }
 
-    /// Reads words of handle memory behind what is queued on `stream`, unless the group comes to its end before.
+    /// Reads words of handle memory behind what is queued on `stream`, unless `limit` is over or the group comes to its end
+    /// before.
     ///
     /// # Safety
     /// As [`Backend::prepared_layer`]; the stream does not capture.
-    unsafe fn read_words<const N: usize>(&self, address: u64, stream: Stream) -> Result<[u32; N]> {
+    unsafe fn read_words<const N: usize>(
+        &self,
+        address: u64,
+        stream: Stream,
+        limit: Option<Duration>,
+    ) -> Result<[u32; N]> {
         let ended = || self.meeting.ended();
         // SAFETY: passed on.
-        unsafe { self.base.cuda.read_words(address, stream, &ended) }
+        unsafe { self.base.cuda.read_words(address, stream, limit, &ended) }
     }
 
     /// What a call's stream does. Fails if it is not the device's, or if the device has failed: NCCL EP aborts or exits on
@@ -1074,7 +1080,7 @@ impl Backend {
             return Ok(prepared);
         }
         // SAFETY: passed on; the stream does not capture.
-        let [low, high] = unsafe { self.read_words(handle.mem.data + TOTAL_OFFSET as u64, stream) }?;
+        let [low, high] = unsafe { self.read_words(handle.mem.data + TOTAL_OFFSET as u64, stream, None) }?;
         let total = u64::from(high) << 32 | u64::from(low);
         self.handles.note_total(handle.mem.data, total);
         Ok(Prepared { recv_total: Some(total), ..prepared })
@@ -1093,7 +1099,7 @@ impl Backend {
             ));
         }
         // SAFETY: passed on; the stream does not capture.
-        let words = unsafe { self.read_words(mem.data, stream) }.map_err(|error| self.explain(error))?;
+        let words = unsafe { self.read_words(mem.data, stream, None) }.map_err(|error| self.explain(error))?;
         let [first, second, low, high, not_experts] = words;
         if Stamp([first, second]).read(self.epoch).is_none() {
             let name = mem.name;
@@ -1344,24 +1350,15 @@ fn bounded<F: FnOnce() -> Result<()> + Send + 'static>(
         // No thread to be had: then this one waits, without a limit.
         return run(&work);
     }
-    let start = Instant::now();
+    let mut patience =
+        Patience::new(what, limit, "a rank died or left the sequence of calls; end this process too", hopeless);
     loop {
-        let left = limit.map(|limit| limit.saturating_sub(start.elapsed()));
-        let slice = Duration::from_millis(100);
-        match receiver.recv_timeout(left.map_or(slice, |left| left.min(slice))) {
+        match receiver.recv_timeout(patience.slice()) {
             Ok(result) => return result,
             Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => {
                 return Err(Error::Internal(format!("a panic while waiting for {what}")));
             }
-            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {}
-        }
-        let waited = start.elapsed();
-        let in_vain = hopeless().or_else(|| {
-            let over = limit.is_some_and(|limit| waited >= limit);
-            over.then(|| "a rank died or left the sequence of calls; end this process too".into())
-        });
-        if let Some(remedy) = in_vain {
-            return Err(Error::TimeOut { waited_for: what.into(), milliseconds: waited.as_millis() as u64, remedy });
+            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => patience.check()?,
         }
     }
 }

@@ -3,9 +3,10 @@
 
 use super::fn_table;
 use crate::error::{Error, Result};
+use crate::patience::Patience;
 use nvte_ep_bindings as b;
 use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 fn_table! {
     /// The driver's functions.
@@ -265,31 +266,15 @@ impl Cuda {
         remedy: &str,
         hopeless: &dyn Fn() -> Option<String>,
     ) -> Result<()> {
-        let start = Instant::now();
-        let mut asked = start;
+        let mut patience = Patience::new(what, limit, remedy, hopeless);
         loop {
             // SAFETY: the caller vouches for the stream.
             match unsafe { (self.cuStreamQuery)(stream.as_raw()) } {
-                b::CUDA_ERROR_NOT_READY => {}
+                b::CUDA_ERROR_NOT_READY => patience.check()?,
                 code => return self.check("cuStreamQuery", code),
             }
-            let waited = start.elapsed();
-            if asked.elapsed() > Duration::from_millis(100) {
-                if let Some(remedy) = hopeless() {
-                    let milliseconds = waited.as_millis() as u64;
-                    return Err(Error::TimeOut { waited_for: what.into(), milliseconds, remedy });
-                }
-                asked = Instant::now();
-            }
-            if limit.is_some_and(|limit| waited > limit) {
-                return Err(Error::TimeOut {
-                    waited_for: what.into(),
-                    milliseconds: waited.as_millis() as u64,
-                    remedy: remedy.into(),
-                });
-            }
             // Short at first for the common quick case, then easy on the processor.
-            match waited.as_micros() {
+            match patience.waited().as_micros() {
                 ..200 => std::thread::yield_now(),
                 200..5000 => std::thread::sleep(Duration::from_micros(20)),
                 _ => std::thread::sleep(Duration::from_micros(500)),
@@ -367,12 +352,13 @@ impl Cuda {
         &self,
         address: u64,
         stream: Stream,
+        limit: Option<Duration>,
         hopeless: &dyn Fn() -> Option<String>,
     ) -> Result<[u32; N]> {
         let read = || {
             // The copy waits for the stream too, but without an end.
             // SAFETY: the caller vouches for the stream.
-            unsafe { self.wait(stream, None, "the work queued on the stream", "", hopeless) }?;
+            unsafe { self.wait(stream, limit, "the work queued on the stream", "", hopeless) }?;
             let mut words = [0u32; N];
             let (to, bytes) = (words.as_mut_ptr().cast(), size_of_val(&words));
             // SAFETY: the caller vouches for memory and stream; the copy is waited for before `words` is looked at.
