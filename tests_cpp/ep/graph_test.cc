@@ -193,8 +193,7 @@ TEST_F(Graphs, OtherRoutingAtReplay) {
   others.push_back(MakeRouting(rows, 2, [](int, int, int) { return -1; }));
   for (std::size_t i = 0; i < others.size(); ++i) {
     SCOPED_TRACE("routing " + std::to_string(i));
-    Step<BFloat16> now(group_, layer_, others[i], 8130);
-    ReplayAs(step, now, graph);
+    ReplayAs(step, graph, others[i], 8134 + i);
   }
 }
 
@@ -215,21 +214,18 @@ TEST_F(Graphs, CountsOfEveryReplay) {
   });
   for (std::uint64_t seed = 8141; seed < 8151; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    Step<BFloat16> now(group_, layer_, routing(seed), 8140);
-    Overwrite(step.topk_idx, now.topk_idx);
+    step.Renew(routing(seed), seed);
     step.counts.Clear();
     step.total.Clear();
     on_device.Launch();
-    Overwrite(now.counts, step.counts);
-    Overwrite(now.total, step.total);
-    now.CheckCounts();
+    step.CheckCounts();
     counts.Fill(-1);
     total.Fill(-1);
     pinned.Launch();
-    const std::vector<std::int64_t>& expected = now.reference().Counts(World::Get().rank());
+    const std::vector<std::int64_t>& expected = step.reference().Counts(World::Get().rank());
     EXPECT_EQ(counts.values(), std::vector<std::int32_t>(expected.begin(), expected.end()));
     if (kReportsTotal) {
-      EXPECT_EQ(total.values()[0], now.reference().Total(World::Get().rank()));
+      EXPECT_EQ(total.values()[0], step.reference().Total(World::Get().rank()));
     }
   }
 }

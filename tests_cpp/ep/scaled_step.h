@@ -53,6 +53,8 @@ class ScaledStep {
     return args;
   }
 
+  std::uint64_t seed() const { return seed_; }
+
   void Check(bool with_weights = true) {
     EXPECT_TRUE(step.HoldsSlots(recv_tokens.Download(), SlotRows(kData, hidden_), hidden_)) << "values";
     EXPECT_TRUE(step.HoldsSlots(recv_scales.Download(), SlotRows(kScale, hidden_ / 32), hidden_ / 32)) << "scales";

@@ -21,13 +21,6 @@
 namespace test {
 namespace {
 
-NVTEEpExtMemoryUsage Usage() {
-  NVTEEpExtMemoryUsage usage = {};
-  usage.struct_size = sizeof usage;
-  nvte_ep_ext_memory_usage(&usage);
-  return usage;
-}
-
 // A group whose pool has segments of a few MiB.
 class SmallSegments : public Group {
  public:

@@ -28,9 +28,9 @@ NVTEEpGroupConfig GroupShape::Config() const {
   return config;
 }
 
-Group::Group(const NVTEEpGroupConfig& config, ncclComm_t comm, const Extras& extras)
+Group::Group(const NVTEEpGroupConfig& config, ncclComm_t comm, const Extras& extras, const Options::Pairs& options)
     : config_(config), extras_(extras) {
-  Initialize(comm, config, extras);
+  Initialize(comm, config, extras, options);
 }
 
 Group::Group(const NVTEEpGroupConfig& config, const Options& options) : config_(config) {

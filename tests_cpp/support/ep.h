@@ -63,9 +63,11 @@ inline GroupShape Dropping(GroupShape shape, int capacity) {
 class Group {
  public:
   explicit Group(const NVTEEpGroupConfig& config) : Group(config, World::Get().comm()) {}
-  Group(const NVTEEpGroupConfig& config, ncclComm_t comm, const Extras& extras = {});
+  Group(const NVTEEpGroupConfig& config, ncclComm_t comm, const Extras& extras = {},
+        const Options::Pairs& options = {});
   Group(const NVTEEpGroupConfig& config, const Options& options);
-  explicit Group(const GroupShape& shape) : Group(shape.Config(), World::Get().comm(), shape.extras()) {}
+  explicit Group(const GroupShape& shape, const Options::Pairs& options = {})
+      : Group(shape.Config(), World::Get().comm(), shape.extras(), options) {}
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
   // Shuts down if that has not been done; an error there fails the test.
@@ -240,6 +242,18 @@ class Step {
   std::size_t recv_rows() const { return recv_rows_; }
   // From now on the calls name the layer through this handle.
   void UseHandle(const Handle& handle) { handle_ = handle; }
+  // Another routing, and other values, for as many tokens: where the tensors lie stays, so a graph reads them at its
+  // next launch.
+  void Renew(Routing routing, std::uint64_t seed) {
+    EXPECT_EQ(static_cast<std::size_t>(routing.rows[rank_]), rows_);
+    const int experts = reference_.local_experts() * routing.ranks();
+    reference_ = Reference(std::move(routing), experts, alignment_, capacity_);
+    seed_ = seed;
+    topk_idx.Upload(TopkValues());
+    tokens.Upload(TokenRows(seed));
+    weights.Upload(WeightValues());
+    grad.Upload(TokenRows(seed ^ kGradientSeed));
+  }
 
   PrepareArgs prepare_args() const {
     return MakePrepareArgs(handle_, topk_idx_t.get(), counts_t.get(), total_t.get(), static_cast<int>(top_k_),
@@ -288,19 +302,24 @@ class Step {
     const std::vector<Count> expected(padded.begin(), padded.end());
     EXPECT_TRUE(SameBits(counts.Download(), expected, 1)) << kCounts;
     EXPECT_TRUE(counts.GuardIntact()) << "wrote behind " << kCounts;
-    const auto needed = static_cast<std::uint64_t>(reference_.Total(rank_));
-    const std::uint64_t received = std::min<std::uint64_t>(needed, capacity_);
-    NVTEEpExtRecvTotals totals = {};
-    totals.struct_size = sizeof totals;
-    nvte_ep_ext_recv_totals(HandleMemory(handle_), &totals, World::Get().stream());
-    EXPECT_EQ(totals.needed, needed);
-    EXPECT_EQ(totals.received, received);
-    EXPECT_EQ(totals.dropped, needed - received);
-    EXPECT_EQ(totals.not_experts, not_experts);
+    CheckTotals();
     if (!kReportsTotal) return;
     const std::vector<Count> expected_total(1, static_cast<Count>(reference_.Total(rank_)));
     EXPECT_TRUE(SameBits(total.Download(), expected_total, 1)) << "total_recv_tokens_per_rank";
     EXPECT_TRUE(total.GuardIntact()) << "wrote behind total_recv_tokens_per_rank";
+  }
+
+  // What the handle memory tells of its last prepare.
+  void CheckTotals(cudaStream_t stream = World::Get().stream()) const {
+    const auto needed = static_cast<std::uint64_t>(reference_.Total(rank_));
+    const std::uint64_t received = std::min<std::uint64_t>(needed, capacity_);
+    NVTEEpExtRecvTotals totals = {};
+    totals.struct_size = sizeof totals;
+    nvte_ep_ext_recv_totals(HandleMemory(handle_), &totals, stream);
+    EXPECT_EQ(totals.needed, needed);
+    EXPECT_EQ(totals.received, received);
+    EXPECT_EQ(totals.dropped, needed - received);
+    EXPECT_EQ(totals.not_experts, not_experts);
   }
 
   // Whether `found` holds `expected` on the receiving side. Rows between the slabs and the capacity, which there are
@@ -462,7 +481,7 @@ class Step {
   }
 
   const int rank_;
-  const std::uint64_t seed_;
+  std::uint64_t seed_;
   const std::size_t hidden_;
   const std::size_t top_k_;
   const std::size_t rows_;
@@ -470,7 +489,7 @@ class Step {
   const std::size_t capacity_;
   const std::size_t alignment_;
   Handle handle_;
-  const Reference reference_;
+  Reference reference_;
 
  public:
   // How many of the indices are beyond the experts.

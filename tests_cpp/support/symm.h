@@ -29,6 +29,14 @@ inline void CopyOnDevice(void* to, const void* from, std::size_t bytes) {
   World::Get().Wait();
 }
 
+// The group's memory.
+inline NVTEEpExtMemoryUsage Usage() {
+  NVTEEpExtMemoryUsage usage = {};
+  usage.struct_size = sizeof usage;
+  nvte_ep_ext_memory_usage(&usage);
+  return usage;
+}
+
 // One allocation. Collective, as is the order in which they end.
 class SymmBuffer {
  public:
@@ -76,6 +84,14 @@ enum Payload : unsigned {
   kAllPayloads = 511,
   // What zero-copy groups need.
   kExchanged = kRecvTokens | kExpertOut | kSlotGrad | kGradExpertOut,
+};
+
+// How a PlacedStep makes its calls, unless it is told otherwise.
+struct Plainly {
+  template <typename Args>
+  void operator()(const Args& args) const {
+    args.Call();
+  }
 };
 
 // A step with some of its payloads in symmetric memory, all in one allocation, at offsets of odd multiples of 16 bytes.
@@ -128,35 +144,43 @@ class PlacedStep {
     return args;
   }
 
-  void Dispatch() {
+  // `call` is given the arguments, and makes the call now or has captured it before.
+  template <typename Call = Plainly>
+  void Dispatch(const Call& call = {}) {
     for (const Payload payload : {kTokens, kWeights, kRecvTokens, kRecvWeights}) In(payload);
-    dispatch_args().Call();
+    call(dispatch_args());
     for (const Payload payload : {kRecvTokens, kRecvWeights}) Out(payload);
     // Zero-copy kernels clear weights behind the slabs.
     ForgetTail(step_.recv_weights, 1);
   }
-  void Combine() { CombineValues(step_.ExpertOutput()); }
-  void CombineValues(const std::vector<T>& values) {
+  template <typename Call = Plainly>
+  void Combine(const Call& call = {}) {
+    CombineValues(step_.ExpertOutput(), call);
+  }
+  template <typename Call = Plainly>
+  void CombineValues(const std::vector<T>& values, const Call& call = {}) {
     step_.expert_out.Upload(values);
     In(kExpertOut);
     if (Find(kExpertOut) != nullptr) step_.expert_out.Clear();
-    combine_args().Call();
+    call(combine_args());
     // What combine made of its input.
     Out(kExpertOut);
   }
-  void DispatchBwd() {
+  template <typename Call = Plainly>
+  void DispatchBwd(const Call& call = {}) {
     step_.UploadSlotGradients();
-    CallDispatchBwd();
+    CallDispatchBwd(call);
   }
   void DispatchBwdValues(const std::vector<T>& rows, const std::vector<float>& weights) {
     step_.slot_grad.Upload(rows);
     step_.g_recv_weights.Upload(weights);
-    CallDispatchBwd();
+    CallDispatchBwd(Plainly());
   }
-  void CombineBwd() {
+  template <typename Call = Plainly>
+  void CombineBwd(const Call& call = {}) {
     In(kGrad);
     In(kGradExpertOut);
-    combine_bwd_args().Call();
+    call(combine_bwd_args());
     Out(kGradExpertOut);
   }
 
@@ -174,10 +198,11 @@ class PlacedStep {
   }
 
  private:
-  void CallDispatchBwd() {
+  template <typename Call>
+  void CallDispatchBwd(const Call& call) {
     In(kSlotGrad);
     In(kSlotGradWeights);
-    dispatch_bwd_args().Call();
+    call(dispatch_bwd_args());
   }
 
   struct Item {

@@ -448,14 +448,13 @@ TEST(HandleCache, GraphsOfHandlesThatWereGivenUp) {
       EXPECT_GE(stats->handles_destroyed, 3u);
     }
     for (Step<BFloat16>* step : {&a, &b}) {
+      const Graph& graph = step == &a ? graph_a : graph_b;
+      const std::uint64_t seed = step == &a ? 6860 : 6861;
       ClearOutputs(*step);
-      (step == &a ? graph_a : graph_b).Launch();
+      graph.Launch();
       CheckAll(*step);
-      Step<BFloat16> now(group, step == &a ? known : fresh, routing(6880 + round), step == &a ? 6860 : 6861);
-      ReplayAs(*step, now, step == &a ? graph_a : graph_b);
-      Step<BFloat16> again(group, step == &a ? known : fresh, routing(step == &a ? 6860 : 6861),
-                           step == &a ? 6860 : 6861);
-      ReplayAs(*step, again, step == &a ? graph_a : graph_b);
+      ReplayAs(*step, graph, routing(6880 + round), 6880 + round);
+      ReplayAs(*step, graph, routing(seed), seed);
     }
     // Without a graph too: the memory tells what it holds.
     a.recv_tokens.Clear();

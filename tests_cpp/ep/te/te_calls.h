@@ -13,12 +13,13 @@
 namespace test {
 
 // nvte_ep_prepare_and_dispatch with the arguments of both.
-inline void PrepareAndDispatch(const PrepareArgs& prepare, const DispatchArgs& dispatch) {
-  const NVTECommWindow none = {};
+inline void PrepareAndDispatch(const PrepareArgs& prepare, const DispatchArgs& dispatch,
+                               cudaStream_t stream = World::Get().stream()) {
   const NVTEEpLayerConfig config = LayerConfig(prepare.top_k, prepare.alignment);
-  nvte_ep_prepare_and_dispatch(prepare.handle, prepare.topk_idx, dispatch.tokens, none, dispatch.topk_weights, none,
-                               dispatch.recv_tokens, none, dispatch.recv_topk_weights, none, prepare.token_counts,
-                               prepare.total, &config, World::Get().stream());
+  nvte_ep_prepare_and_dispatch(prepare.handle, prepare.topk_idx, dispatch.tokens, dispatch.tokens_win,
+                               dispatch.topk_weights, dispatch.topk_weights_win, dispatch.recv_tokens,
+                               dispatch.recv_tokens_win, dispatch.recv_topk_weights, dispatch.recv_topk_weights_win,
+                               prepare.token_counts, prepare.total, &config, stream);
 }
 
 }  // namespace test

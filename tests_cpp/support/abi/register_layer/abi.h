@@ -12,6 +12,7 @@
 #include <limits>
 #include <string>
 
+#include "support/options.h"
 #include "support/world.h"
 
 namespace test {
@@ -34,21 +35,17 @@ struct Extras {
   bool drop = false;
 };
 
-inline void Initialize(ncclComm_t comm, const NVTEEpGroupConfig& config, const Extras& extras = {}) {
-  if (extras.eager_top_k == 0 && !extras.drop) return nvte_ep_initialize(comm, config);
-  NVTEEpExtOptions* options = nvte_ep_ext_options_create();
-  try {
-    if (extras.drop) nvte_ep_ext_options_set(options, "overflow", "drop");
-    if (extras.eager_top_k > 0) {
-      nvte_ep_ext_options_set(options, "eager", "on");
-      nvte_ep_ext_options_set(options, "num_topk", std::to_string(extras.eager_top_k).c_str());
-    }
-    nvte_ep_ext_initialize(comm, &config, options);
-  } catch (...) {
-    nvte_ep_ext_options_destroy(options);
-    throw;
+// With options of the group, if any.
+inline void Initialize(ncclComm_t comm, const NVTEEpGroupConfig& config, const Extras& extras = {},
+                       Options::Pairs options = {}) {
+  const std::string top_k = std::to_string(extras.eager_top_k);
+  if (extras.drop) options.push_back({"overflow", "drop"});
+  if (extras.eager_top_k > 0) {
+    options.push_back({"eager", "on"});
+    options.push_back({"num_topk", top_k.c_str()});
   }
-  nvte_ep_ext_options_destroy(options);
+  if (options.empty()) return nvte_ep_initialize(comm, config);
+  nvte_ep_ext_initialize(comm, &config, Options(options).raw());
 }
 
 // Sets the fields that only this ABI has.

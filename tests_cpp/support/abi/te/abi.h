@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "support/options.h"
 #include "support/world.h"
 
 namespace test {
@@ -33,8 +34,11 @@ struct Extras {
   bool drop = false;
 };
 
-inline void Initialize(ncclComm_t comm, const NVTEEpGroupConfig& config, const Extras& = {}) {
-  nvte_ep_initialize(comm, &config);
+// With options of the group, if any.
+inline void Initialize(ncclComm_t comm, const NVTEEpGroupConfig& config, const Extras& = {},
+                       const Options::Pairs& options = {}) {
+  if (options.empty()) return nvte_ep_initialize(comm, &config);
+  nvte_ep_ext_initialize(comm, &config, Options(options).raw());
 }
 
 // Sets the fields that only this ABI has. Here moved handle memory is always followed.
