@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "ep/graph.h"
 #include "ep/routings.h"
 #include "stress/stress.h"
 #include "support/host_stats.h"
@@ -584,17 +585,6 @@ template <typename U>
 bool Untouched(const DeviceBuffer<U>& buffer) {
   const std::vector<U> values = buffer.Download();
   return SameBits(values, Unwritten<U>(values.size()), 1) && buffer.GuardIntact();
-}
-
-void ClearOutputs(Step<T>& step) {
-  step.counts.Clear();
-  step.total.Clear();
-  step.recv_tokens.Clear();
-  step.recv_weights.Clear();
-  step.result.Clear();
-  step.grad_expert_out.Clear();
-  step.grad_tokens.Clear();
-  step.grad_weights.Clear();
 }
 
 bool OutputsUntouched(Step<T>& step) {

@@ -1,7 +1,7 @@
-// Random use and misuse of the library, for as long as one likes: test_stress [--kinds KIND,...] [--seconds N] [--seed
-// S]
-// [--cycles N] [--steps N], under mpirun with any number of ranks, on the host runtime and on GPUs. The last line that
-// rank 0 prints holds the figures; a run that fails says the seed, kind and round on every rank that saw it.
+// Random use and misuse of the library, for as long as one likes: test_stress [--kinds KIND,...] [--seconds N]
+// [--seed S] [--cycles N] [--steps N] [--slices 0], under mpirun with any number of ranks, on the host runtime and on
+// GPUs. The last line that rank 0 prints holds the figures; a run that fails says the seed, kind and round on every
+// rank that saw it.
 
 #include <gtest/gtest.h>
 
@@ -29,9 +29,10 @@ std::uint64_t round_now = 0;
 void PrintFigures() {
   const Figures& figures = TheFigures();
   std::printf("stress: ranks %d, steps %" PRIu64 " checked, invalid calls %" PRIu64 " tried, %" PRIu64
-              " raised, %" PRIu64 " accepted, cycles %" PRIu64 ", light steps %" PRIu64 ", leaks %" PRIu64 "\n",
+              " raised, %" PRIu64 " accepted, cycles %" PRIu64 ", light steps %" PRIu64 ", leaks %" PRIu64
+              ", replays %" PRIu64 "\n",
               World::Get().size(), figures.steps, figures.tried, figures.raised, figures.accepted, figures.cycles,
-              figures.light_steps, figures.leaks);
+              figures.light_steps, figures.leaks, figures.replays);
   std::fflush(stdout);
 }
 
@@ -184,10 +185,12 @@ int Run(int argc, char** argv) {
       settings.cycles = std::atoi(value);
     } else if (value != nullptr && name == "--steps") {
       settings.steps = std::atoi(value);
+    } else if (value != nullptr && name == "--slices") {
+      settings.slices = std::atoi(value) != 0;
     } else {
       Fail(
           "usage: test_stress [--kinds valid,invalid,cycles,steps | --kinds faults] [--seconds N] [--seed S] "
-          "[--cycles N] [--steps N]");
+          "[--cycles N] [--steps N] [--slices 0]");
     }
   }
   std::stringstream list(kinds);

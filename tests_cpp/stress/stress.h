@@ -21,6 +21,8 @@ struct Settings {
   double seconds = 10;
   int cycles = 200;
   int steps = 20000;
+  // Whether the handle memory of some groups' layers lies in one allocation.
+  bool slices = false;
 };
 
 struct Figures {
@@ -31,6 +33,7 @@ struct Figures {
   std::uint64_t cycles = 0;
   std::uint64_t light_steps = 0;
   std::uint64_t leaks = 0;
+  std::uint64_t replays = 0;
 };
 
 Settings& TheSettings();
@@ -84,6 +87,9 @@ struct Refusal {
 };
 // Makes the call and counts it; fails if it does not throw as Throws says.
 void Refuse(const Refusal& refusal);
+
+// nvte_ep_prepare_and_dispatch where the ABI has it, else the two calls.
+void CallPrepareAndDispatch(const PrepareArgs& prepare, const DispatchArgs& dispatch, cudaStream_t stream);
 
 // What only one ABI can get wrong.
 Refusal DrawAbiRefusal(Dice& dice, const PrepareArgs& prepare, const DispatchArgs& dispatch, int experts);

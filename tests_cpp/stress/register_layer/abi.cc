@@ -1,4 +1,4 @@
-// What only the register_layer ABI can get wrong.
+// What only the register_layer ABI has, and can get wrong.
 
 #include <string>
 #include <vector>
@@ -6,6 +6,11 @@
 #include "stress/stress.h"
 
 namespace test {
+
+void CallPrepareAndDispatch(const PrepareArgs& prepare, const DispatchArgs& dispatch, cudaStream_t stream) {
+  prepare.Call(stream);
+  dispatch.Call(stream);
+}
 
 Refusal DrawAbiRefusal(Dice& dice, const PrepareArgs& prepare, const DispatchArgs&, int) {
   if (dice.Percent(30)) {

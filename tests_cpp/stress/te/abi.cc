@@ -1,4 +1,4 @@
-// What only TransformerEngine's ABI can get wrong.
+// What only TransformerEngine's ABI has, and can get wrong.
 
 #include <string>
 #include <vector>
@@ -7,6 +7,10 @@
 #include "stress/stress.h"
 
 namespace test {
+
+void CallPrepareAndDispatch(const PrepareArgs& prepare, const DispatchArgs& dispatch, cudaStream_t stream) {
+  PrepareAndDispatch(prepare, dispatch, stream);
+}
 
 Refusal DrawAbiRefusal(Dice& dice, const PrepareArgs& prepare, const DispatchArgs& dispatch, int experts) {
   PrepareArgs args = prepare;

@@ -1,0 +1,137 @@
+// Layers whose handle memory lies in allocations of its own or in slices of one, and moves.
+
+#ifndef NVTE_EP_TESTS_STRESS_LAYERS_H_
+#define NVTE_EP_TESTS_STRESS_LAYERS_H_
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "stress/lanes.h"
+#include "stress/stress.h"
+#include "support/ep.h"
+#include "support/symm.h"
+
+namespace test {
+
+// The handles that a group has opened, as nvte_ep_ext_memory_usage has to tell them: by layer, or by address.
+class HandleBook {
+ public:
+  void Opened(std::uint64_t key, std::size_t bytes) { bytes_[key] = bytes; }
+  std::uint64_t handles() const { return bytes_.size(); }
+  std::uint64_t bytes() const {
+    std::uint64_t sum = 0;
+    for (const auto& [key, bytes] : bytes_) sum += bytes;
+    return sum;
+  }
+
+ private:
+  std::map<std::uint64_t, std::size_t> bytes_;
+};
+
+// One allocation that handle memory is cut from, as a framework's pool does: what was there before stays in it, and
+// other handle memory comes to lie there, at the same address or across it.
+class Slices {
+ public:
+  explicit Slices(std::size_t most) : most_((most + 255) / 256 * 256), memory_(most_ * kSlices) {}
+
+  // Room at some address, or null if there is none.
+  std::uint8_t* Take(Dice& dice, std::size_t bytes) {
+    // Few addresses, so that they come back soon.
+    const std::size_t unit = std::max<std::size_t>(most_ / 512 * 256, 256);
+    std::vector<std::uint8_t*> found;
+    for (std::size_t at = 0; at + bytes <= memory_.size(); at += unit) {
+      std::uint8_t* const place = memory_.data() + at;
+      const auto apart = [&](const auto& taken) {
+        return taken.first + taken.second <= place || place + bytes <= taken.first;
+      };
+      if (std::all_of(taken_.begin(), taken_.end(), apart)) found.push_back(place);
+    }
+    if (found.empty()) return nullptr;
+    std::uint8_t* const place = dice.OneOf(found);
+    taken_[place] = bytes;
+    return place;
+  }
+  void GiveBack(std::uint8_t* place) { taken_.erase(place); }
+  bool GuardIntact() const { return memory_.GuardIntact(); }
+
+ private:
+  static constexpr std::size_t kSlices = 12;
+
+  std::size_t most_;
+  DeviceBuffer<std::uint8_t> memory_;
+  std::map<std::uint8_t*, std::size_t> taken_;
+};
+
+// A layer whose handle memory may move.
+class MovableLayer {
+ public:
+  // In `slices`, or in memory of its own if that is null.
+  MovableLayer(Dice& dice, int top_k, std::size_t alignment, Slices* slices, HandleBook* book)
+      : layer(top_k, alignment), slices_(slices), book_(book) {
+    if (slices_ != nullptr) Place(slices_->Take(dice, bytes()));
+  }
+  ~MovableLayer() {
+    if (slices_ != nullptr) slices_->GiveBack(place_);
+  }
+  MovableLayer(const MovableLayer&) = delete;
+  MovableLayer& operator=(const MovableLayer&) = delete;
+
+  Handle handle() const { return place_ != nullptr ? layer.HandleOver(tensor_) : layer.handle(); }
+  // To other memory. What stays behind is as it was, or garbage.
+  void Move(Dice& dice, Lanes& lanes) {
+    const bool garbage = dice.Percent(50);
+    lanes.Wait();
+    std::uint8_t* const from = address();
+    DeviceBuffer<std::uint8_t> own;
+    std::uint8_t* to = nullptr;
+    if (slices_ != nullptr) {
+      to = slices_->Take(dice, bytes());
+      if (to == nullptr) return;
+    } else {
+      own = DeviceBuffer<std::uint8_t>(bytes());
+      to = own.data();
+    }
+    CopyOnDevice(to, from, bytes());
+    if (garbage || slices_ == nullptr) TEST_CUDA(cudaMemsetAsync(from, 0xcb, bytes(), World::Get().stream()));
+    lanes.Wait();
+    if (slices_ != nullptr) slices_->GiveBack(from);
+    std::swap(memory_, own);
+    Place(to);
+  }
+  // Notes that a call was made with the handle.
+  void Used() const {
+    book_->Opened(layer.id() != 0 ? layer.id() : reinterpret_cast<std::uintptr_t>(address()), bytes());
+  }
+  void Check() const {
+    if (!layer.memory().GuardIntact()) Fail("wrote behind handle memory");
+    if (slices_ != nullptr ? !slices_->GuardIntact() : place_ != nullptr && !memory_.GuardIntact()) {
+      Fail("wrote behind moved handle memory");
+    }
+  }
+
+  Layer layer;
+
+ private:
+  std::size_t bytes() const { return layer.memory().size(); }
+  std::uint8_t* address() const { return place_ != nullptr ? place_ : layer.memory().data(); }
+  void Place(std::uint8_t* place) {
+    if (place == nullptr) Fail("no slice for a layer");
+    place_ = place;
+    tensor_ = Tensor(place, kNVTEByte, {bytes()});
+  }
+
+  Slices* const slices_;
+  HandleBook* const book_;
+  // Where the handle memory lies, if not in the layer's own.
+  std::uint8_t* place_ = nullptr;
+  DeviceBuffer<std::uint8_t> memory_;
+  Tensor tensor_;
+};
+
+}  // namespace test
+
+#endif  // NVTE_EP_TESTS_STRESS_LAYERS_H_
