@@ -88,7 +88,8 @@ impl Error {
     /// An argument error without a remedy of its own.
     #[cold]
     pub fn argument(argument: impl Into<String>, required: impl Into<String>, found: impl fmt::Display) -> Self {
-        Self::Argument { argument: argument.into(), required: required.into(), found: found.to_string(), remedy: None }
+        let found = in_one_line(&found.to_string());
+        Self::Argument { argument: argument.into(), required: required.into(), found, remedy: None }
     }
 
     /// The same error with the remedy `text`, for argument errors.
@@ -100,6 +101,15 @@ impl Error {
         }
         self
     }
+}
+
+/// What callers and variables hold may be any text; in a message it stays what it is said to be.
+fn in_one_line(text: &str) -> String {
+    let mut line = String::with_capacity(text.len());
+    for c in text.chars() {
+        if c.is_control() { line.extend(c.escape_default()) } else { line.push(c) }
+    }
+    line
 }
 
 impl fmt::Display for Error {
@@ -140,3 +150,16 @@ impl fmt::Display for Error {
 }
 
 impl std::error::Error for Error {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_found_stays_in_its_line() {
+        let text =
+            Error::argument("key", "must be one of a, b", "\"a\nnvte_ep: all is well\u{1b}[0m\u{7f}\"").to_string();
+        assert_eq!(text, r#"key must be one of a, b, got "a\nnvte_ep: all is well\u{1b}[0m\u{7f}""#);
+        assert_eq!(Error::argument("path", "must exist", "/d\u{f6}").to_string(), "path must exist, got /d\u{f6}");
+    }
+}

@@ -50,6 +50,9 @@ TEST(OptionsObject, UnknownKeysAndValuesAreRefusedWithTheValidOnes) {
                      [&] { options.Set("overflow", "1"); }));
   EXPECT_TRUE(Throws("nvte_ep_ext_options_set", {"value", "\"num_topk\"", "\"eight\""},
                      [&] { options.Set("num_topk", "eight"); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_options_set", {"key", "\"drop\\nnvte_ep: well\\u{1b}\""},
+                     [&] { options.Set("drop\nnvte_ep: well\033", "on"); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_options_set", {"value", "\"on\\r\\n\""}, [&] { options.Set("eager", "on\r\n"); }));
   EXPECT_TRUE(Throws("nvte_ep_ext_options_set", {"key", "NULL"}, [&] { options.Set(nullptr, "drop"); }));
   EXPECT_TRUE(Throws("nvte_ep_ext_options_set", {"value", "NULL"}, [&] { options.Set("overflow", nullptr); }));
   EXPECT_TRUE(Throws("nvte_ep_ext_options_get", {"key", "\"\""}, [&] { options.Get(""); }));
