@@ -1282,7 +1282,7 @@ fn total_of(mem: &TensorView, call: &Prepare) -> TensorView {
 #[cold]
 fn not_prepared(handle: &HandleRef) -> Error {
     let what = match handle.key {
-        HandleKey::Registered(id) => format!("layer {id}"),
+        HandleKey::Registered(id) => format!("the layer of handle.id {id}"),
         HandleKey::Address(address) => format!("the {} at {address:#x}", handle.mem.name),
     };
     let since = "or its memory was prepared for another layer since, or does not hold what was prepared";

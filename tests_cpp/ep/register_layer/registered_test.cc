@@ -128,12 +128,12 @@ TEST(Registered, MemoryBelongsToTheLayerThatPreparedItLast) {
   other.UseHandle(second.HandleOver(shared));
   mine.Forward();
   other.Forward();
-  EXPECT_TRUE(
-      Throws("nvte_ep_dispatch", {"layer " + std::to_string(first.id()), "another layer"}, [&] { mine.Dispatch(); }));
+  EXPECT_TRUE(Throws("nvte_ep_dispatch", {"handle.id " + std::to_string(first.id()), "another layer"},
+                     [&] { mine.Dispatch(); }));
   EXPECT_TRUE(Throws("nvte_ep_combine_bwd", {"nvte_ep_prepare"}, [&] { mine.CombineBwd(); }));
   other.Backward();
   mine.ForwardAndBackward();
-  EXPECT_TRUE(Throws("nvte_ep_combine", {"layer " + std::to_string(second.id())}, [&] { other.Combine(); }));
+  EXPECT_TRUE(Throws("nvte_ep_combine", {"handle.id " + std::to_string(second.id())}, [&] { other.Combine(); }));
 }
 
 // Ids end with their group: the next group does not know them, whatever memory comes with them.
