@@ -39,8 +39,12 @@ struct Argument {
   bool optional = false;
 };
 
-const char* const kFunctions[] = {"nvte_ep_prepare", "nvte_ep_dispatch", "nvte_ep_combine", "nvte_ep_dispatch_bwd",
-                                  "nvte_ep_combine_bwd"};
+const char* const kFunctions[] = {"nvte_ep_prepare",      "nvte_ep_dispatch",    "nvte_ep_combine",
+                                  "nvte_ep_dispatch_bwd", "nvte_ep_combine_bwd", "nvte_ep_prepare_and_dispatch"};
+constexpr int kPrepareAndDispatch = 5;
+constexpr int kLastFunction = kPreparesAndDispatches ? 5 : 4;
+
+bool Prepares(int function) { return function == 0 || function == kPrepareAndDispatch; }
 
 // A valid call of a step, to be changed.
 class Victim {
@@ -54,53 +58,62 @@ class Victim {
         combine_bwd(step.combine_bwd_args()) {
     const std::size_t rows = step.rows(), hidden = step.hidden(), top_k = step.top_k(), recv = step.recv_rows();
     const NVTEDType type = DTypeOf<T>();
+    const std::vector<Argument> of_prepare = {
+        {"topk_idx", &prepare.topk_idx, Part::kIndices, step.topk_idx.data(), kNVTEInt64, {rows, top_k}},
+        {kCounts,
+         &prepare.token_counts,
+         Part::kCounts,
+         step.counts.data(),
+         kNVTEInt32,
+         {step.counts.size()},
+         nullptr,
+         nullptr,
+         /*optional=*/kReportsTotal}};
+    const std::vector<Argument> of_dispatch = {
+        {"topk_idx", &dispatch.topk_idx, Part::kIndices, step.topk_idx.data(), kNVTEInt64, {rows, top_k}},
+        {"tokens",
+         &dispatch.tokens,
+         Part::kSource,
+         step.tokens.data(),
+         type,
+         {rows, hidden},
+         &dispatch.tokens_win,
+         "recv_tokens"},
+        {"topk_weights",
+         &dispatch.topk_weights,
+         Part::kWeights,
+         step.weights.data(),
+         kNVTEFloat32,
+         {rows, top_k},
+         &dispatch.topk_weights_win,
+         "recv_topk_weights"},
+        {"recv_tokens",
+         &dispatch.recv_tokens,
+         Part::kRecv,
+         step.recv_tokens.data(),
+         type,
+         {recv, hidden},
+         &dispatch.recv_tokens_win,
+         "tokens"},
+        {"recv_topk_weights",
+         &dispatch.recv_topk_weights,
+         Part::kRecvWeights,
+         step.recv_weights.data(),
+         kNVTEFloat32,
+         {recv},
+         &dispatch.recv_topk_weights_win,
+         "topk_weights"}};
     switch (function) {
       case 0:
-        arguments = {{"topk_idx", &prepare.topk_idx, Part::kIndices, step.topk_idx.data(), kNVTEInt64, {rows, top_k}},
-                     {kCounts,
-                      &prepare.token_counts,
-                      Part::kCounts,
-                      step.counts.data(),
-                      kNVTEInt32,
-                      {step.counts.size()},
-                      nullptr,
-                      nullptr,
-                      /*optional=*/kReportsTotal}};
+        arguments = of_prepare;
         break;
       case 1:
-        arguments = {{"topk_idx", &dispatch.topk_idx, Part::kIndices, step.topk_idx.data(), kNVTEInt64, {rows, top_k}},
-                     {"tokens",
-                      &dispatch.tokens,
-                      Part::kSource,
-                      step.tokens.data(),
-                      type,
-                      {rows, hidden},
-                      &dispatch.tokens_win,
-                      "recv_tokens"},
-                     {"topk_weights",
-                      &dispatch.topk_weights,
-                      Part::kWeights,
-                      step.weights.data(),
-                      kNVTEFloat32,
-                      {rows, top_k},
-                      &dispatch.topk_weights_win,
-                      "recv_topk_weights"},
-                     {"recv_tokens",
-                      &dispatch.recv_tokens,
-                      Part::kRecv,
-                      step.recv_tokens.data(),
-                      type,
-                      {recv, hidden},
-                      &dispatch.recv_tokens_win,
-                      "tokens"},
-                     {"recv_topk_weights",
-                      &dispatch.recv_topk_weights,
-                      Part::kRecvWeights,
-                      step.recv_weights.data(),
-                      kNVTEFloat32,
-                      {recv},
-                      &dispatch.recv_topk_weights_win,
-                      "topk_weights"}};
+        arguments = of_dispatch;
+        break;
+      case kPrepareAndDispatch:
+        // The indices are those of prepare.
+        arguments = of_prepare;
+        arguments.insert(arguments.end(), of_dispatch.begin() + 1, of_dispatch.end());
         break;
       case 2:
         arguments = {{"expert_out",
@@ -187,6 +200,8 @@ class Victim {
         return combine.Call();
       case 3:
         return dispatch_bwd.Call();
+      case kPrepareAndDispatch:
+        return CallPrepareAndDispatch(prepare, dispatch, World::Get().stream());
       default:
         return combine_bwd.Call();
     }
@@ -194,6 +209,7 @@ class Victim {
   Handle& handle() {
     switch (function_) {
       case 0:
+      case kPrepareAndDispatch:
         return prepare.handle;
       case 1:
         return dispatch.handle;
@@ -318,7 +334,7 @@ void Spoil(Dice& dice, Victim& victim, int function, const Argument& argument, s
         // Rows of this rank's tokens are given by the routing, received ones by the group.
         switch (argument.part) {
           case Part::kIndices:
-            if (function == 0) {
+            if (Prepares(function)) {
               shape[0] = max_tokens + dice.Between(1, 3);
               return as(shape, "has more tokens than the group");
             }
@@ -473,8 +489,11 @@ void SpoilHandle(Dice& dice, Victim& victim, int function, const Layer& layer, c
       }
       case 7:
         // Prepare may take fresh memory, the others need what it left there.
-        if (function == 0) continue;
-        return put(Tensor(fresh.data(), kNVTEByte, {bytes}), "was never prepared");
+        if (Prepares(function)) continue;
+        put(Tensor(fresh.data(), kNVTEByte, {bytes}), "was never prepared");
+        // Memory that may hold anything, which a capture does not let the library look into.
+        victim.names += "|captures a graph";
+        return;
       default:
         // Only where layers have ids.
         if (layer.id() == 0) continue;
@@ -491,6 +510,8 @@ void SpoilHandle(Dice& dice, Victim& victim, int function, const Layer& layer, c
 
 struct Rig {
   explicit Rig(Dice& dice) : shape(Shape(dice)), group(shape), room(4096), fresh(std::size_t{1} << 20) {
+    TEST_NCCL(ncclMemAlloc(&registered, std::size_t{2} << 20));
+    nvte_ep_ext_window_register(registered, std::size_t{2} << 20, nullptr);
     for (int i = 0; i < 3; ++i) {
       const int top_k = EveryShapeIsCheap() ? dice.Between(2, shape.top_k) : 2;
       const std::size_t alignment = dice.OneOf<std::size_t>({0, 1, 4, 16});
@@ -502,8 +523,12 @@ struct Rig {
                                                 dice.Number() % 100000));
       steps.back()->Prepare();
     }
+    warm.resize(steps.size());
     World::Get().Wait();
   }
+  ~Rig() { static_cast<void>(ncclMemFree(registered)); }
+  Rig(const Rig&) = delete;
+  Rig& operator=(const Rig&) = delete;
 
   static GroupShape Shape(Dice& dice) {
     GroupShape shape;
@@ -523,10 +548,27 @@ struct Rig {
   DeviceBuffer<std::uint8_t> fresh;
   std::vector<std::unique_ptr<Layer>> layers;
   std::vector<std::unique_ptr<Step<T>>> steps;
+  // Which of them have made every call once.
+  std::vector<bool> warm;
+  // Memory that is a window until the group ends.
+  void* registered = nullptr;
 };
 
+// A call over memory that holds what was prepared, but is new to the library: it would have to be read, which a capture
+// forbids. `moved` is that memory.
+void RefuseMovedMemory(Dice& dice, Rig& rig, std::size_t i, const DeviceBuffer<std::uint8_t>& moved, bool mine) {
+  const int function = dice.Between(1, 4);
+  Victim victim(function, *rig.steps[i]);
+  Tensor mem = moved.View({moved.size()});
+  victim.handle() = rig.layers[i]->HandleOver(mem);
+  victim.kept.push_back(std::move(mem));
+  // Where memory may not move at all, that is the reason.
+  victim.Changed(std::string("captures a graph|") + kHandleMem, "was moved before a capture");
+  if (mine) Refuse(victim.refusal());
+}
+
 // One refused call of layer `i`; drawn alike on every rank, made on `only`, or on all of them.
-void RefuseOne(Dice& dice, Rig& rig, std::size_t i, int only) {
+void RefuseOne(Dice& dice, Rig& rig, std::size_t i, int only, bool capturing = false) {
   Step<T>& step = *rig.steps[i];
   const int kind = dice.Between(0, 99);
   const bool mine = only < 0 || only == World::Get().rank();
@@ -557,16 +599,35 @@ void RefuseOne(Dice& dice, Rig& rig, std::size_t i, int only) {
     }
     return;
   }
-  const int function = dice.Between(0, 4);
+  if (kind < 27) {
+    const Refusal refusal = DrawExtRefusal(dice, rig.room, rig.fresh, capturing);
+    if (mine) Refuse(refusal);
+    return;
+  }
+  if (kind < 30) {
+    const NVTETensor mem = HandleMemory(step.prepare_args().handle);
+    if (capturing) {
+      const Refusal refusal = TotalsRefusal("captures a graph", "in a capture", mem, sizeof(NVTEEpExtRecvTotals));
+      if (mine) Refuse(refusal);
+    } else if (only < 0) {
+      Refuse(DrawCollectiveRefusal(dice, rig.room, rig.registered, rig.fresh));
+    } else {
+      const std::size_t size = dice.OneOf<std::size_t>({0, 1, 8, 39});
+      if (mine) Refuse(TotalsRefusal("totals->struct_size", "struct_size " + std::to_string(size), mem, size));
+    }
+    return;
+  }
+  const int function = dice.Between(0, kLastFunction);
   Victim victim(function, step);
   const std::size_t other = (i + 1) % rig.layers.size();
-  if (kind < 30) {
+  const int form = dice.Between(0, 84);
+  if (form < 15) {
     SpoilHandle(dice, victim, function, *rig.layers[i], *rig.layers[other], rig.fresh);
   } else {
     const Argument& first = victim.arguments[dice.Between(0, static_cast<int>(victim.arguments.size()) - 1)];
     // What is wrong beside other arguments comes alone: more could undo it.
     const bool spoilt =
-        (kind < 45 && SpoilWindow(dice, victim, first, rig.room)) || (kind < 60 && SpoilBeside(dice, victim, first));
+        (form < 30 && SpoilWindow(dice, victim, first, rig.room)) || (form < 45 && SpoilBeside(dice, victim, first));
     if (!spoilt) {
       Spoil(dice, victim, function, first, rig.shape.max_tokens);
       // More that is wrong, with other arguments.
@@ -602,8 +663,7 @@ bool InputGuardsIntact(Rig& rig, std::size_t i) {
 }
 
 // A valid step, or most of one, with refused calls between its calls: of all ranks, or of one, whose peers go on.
-void StepWithRefusals(Dice& dice, Rig& rig) {
-  const std::size_t i = dice.Between(0, static_cast<int>(rig.steps.size()) - 1);
+void StepWithRefusals(Dice& dice, Rig& rig, std::size_t i) {
   Step<T>& step = *rig.steps[i];
   const auto refuse_some = [&] {
     const int only = dice.Percent(70) ? -1 : dice.Between(0, Ranks() - 1);
@@ -632,6 +692,51 @@ void StepWithRefusals(Dice& dice, Rig& rig) {
   step.DispatchBwd();
   refuse_some();
   step.CheckDispatchBwd();
+  if (!InputGuardsIntact(rig, i)) Fail("a write behind an input, or into memory that no valid call was given");
+  rig.warm[i] = true;
+  ++TheFigures().steps;
+  FailIfWrong();
+}
+
+// A step whose calls are captured, with refused calls in between, of all ranks or of one: the capture stays whole.
+void CaptureWithRefusals(Dice& dice, Rig& rig, std::size_t i) {
+  Step<T>& step = *rig.steps[i];
+  World::Get().Wait();
+  const std::size_t other = (i + 1) % rig.layers.size();
+  const DeviceBuffer<std::uint8_t> moved(rig.layers[other]->memory().Download());
+  UploadInputs(step);
+  const auto refuse_some = [&] {
+    const int only = dice.Percent(70) ? -1 : dice.Between(0, Ranks() - 1);
+    for (int count = dice.Between(0, 3); count > 0; --count) {
+      if (dice.Percent(15)) {
+        RefuseMovedMemory(dice, rig, other, moved, only < 0 || only == World::Get().rank());
+      } else {
+        RefuseOne(dice, rig, dice.Between(0, static_cast<int>(rig.steps.size()) - 1), only, /*capturing=*/true);
+      }
+    }
+  };
+  ClearOutputs(step);
+  const Graph graph([&] {
+    refuse_some();
+    step.prepare_args().Call();
+    refuse_some();
+    step.dispatch_args().Call();
+    refuse_some();
+    step.combine_args().Call();
+    refuse_some();
+    step.combine_bwd_args().Call();
+    refuse_some();
+    step.dispatch_bwd_args().Call();
+    refuse_some();
+  });
+  if (!OutputsUntouched(step)) Fail("a call in a capture, or one that was refused there, wrote something");
+  for (int launches = dice.Between(1, 2); launches > 0; --launches) {
+    ReplayAs(step, graph,
+             RandomRouting(step.reference().routing().rows, static_cast<int>(step.top_k()), Experts(rig.group),
+                           dice.Number(), 10),
+             dice.Number() % 100000);
+    ++TheFigures().replays;
+  }
   if (!InputGuardsIntact(rig, i)) Fail("a write behind an input, or into memory that no valid call was given");
   ++TheFigures().steps;
   FailIfWrong();
@@ -688,6 +793,7 @@ void RefuseGroups(Dice& dice) {
     refusal.call = [&] { Initialize(no_comm ? nullptr : World::Get().comm(), config); };
     Refuse(refusal);
   }
+  if (dice.Percent(50)) Refuse(DrawOptionsOfAGroup(dice));
   if (dice.Percent(40)) {
     // Ranks that differ; every one of them is told.
     NVTEEpGroupConfig config = GroupShape().Config();
@@ -719,22 +825,52 @@ void RefusePlainMemory(Dice& dice) {
   ++TheFigures().steps;
 }
 
+// In eager mode nothing can be captured; steps that are not go on.
+void RefuseEagerCapture(Dice& dice) {
+  GroupShape shape;
+  Group group(Eager(shape));
+  Layer layer(2, 1);
+  const Routing routing = RandomRouting(EvenRows(5), 2, Experts(group), dice.Number());
+  const Reference reference(routing, Experts(group), layer.alignment());
+  Step<T> step(group, layer, routing, 7, reference.Total(World::Get().rank()));
+  step.ForwardAndBackward();
+  const Graph empty([&] {
+    for (int count = dice.Between(1, 12); count > 0; --count) {
+      Victim victim(dice.Between(0, kLastFunction), step);
+      victim.Changed("captures a graph, and in eager mode", "in a capture");
+      Refuse(victim.refusal());
+    }
+  });
+  empty.Launch();
+  step.ForwardAndBackward();
+  TheFigures().steps += 2;
+}
+
 void RunRound(Dice& dice) {
   {
     Rig rig(dice);
-    for (int count = dice.Between(4, 12); count > 0; --count) StepWithRefusals(dice, rig);
+    for (int count = dice.Between(4, 12); count > 0; --count) {
+      const std::size_t i = dice.Between(0, static_cast<int>(rig.steps.size()) - 1);
+      if (rig.warm[i] && dice.Percent(30)) {
+        CaptureWithRefusals(dice, rig, i);
+      } else {
+        StepWithRefusals(dice, rig, i);
+      }
+    }
     World::Get().Wait();
     rig.group.Shutdown();
     rig.room.Forget();
     // Without a group nothing works, and nothing crashes.
-    for (int function = 0; function < 5; ++function) {
+    for (int function = 0; function <= kLastFunction; ++function) {
       Victim victim(function, *rig.steps[0]);
       victim.Changed("nvte_ep_initialize", "was not called");
       Refuse(victim.refusal());
     }
+    for (const Refusal& refusal : ExtRefusalsWithoutGroup(HandleMemory(rig.layers[0]->handle()))) Refuse(refusal);
   }
   RefuseGroups(dice);
   if (dice.Percent(20)) RefusePlainMemory(dice);
+  if (dice.Percent(20)) RefuseEagerCapture(dice);
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 
 #include "support/ep.h"
 #include "support/reference.h"
+#include "support/symm.h"
 
 namespace test {
 
@@ -93,6 +94,19 @@ void CallPrepareAndDispatch(const PrepareArgs& prepare, const DispatchArgs& disp
 
 // What only one ABI can get wrong.
 Refusal DrawAbiRefusal(Dice& dice, const PrepareArgs& prepare, const DispatchArgs& dispatch, int experts);
+// What can be wrong with nvte_ep_ext_*, of a rank whose peers go on: `room` is all that is handed out, `plain` was
+// never prepared.
+Refusal DrawExtRefusal(Dice& dice, const SymmBuffer& room, const DeviceBuffer<std::uint8_t>& plain, bool capturing);
+// nvte_ep_ext_recv_totals about `mem`.
+Refusal TotalsRefusal(const std::string& names, const std::string& what, NVTETensor mem, std::size_t struct_size);
+// Of all ranks together; `registered` is a window.
+Refusal DrawCollectiveRefusal(Dice& dice, const SymmBuffer& room, void* registered,
+                              const DeviceBuffer<std::uint8_t>& plain);
+// Of all ranks: a group that its options forbid.
+Refusal DrawOptionsOfAGroup(Dice& dice);
+// All of them that need a group.
+std::vector<Refusal> ExtRefusalsWithoutGroup(NVTETensor mem);
+
 // The same for a group's configuration; every one is refused by itself.
 struct ConfigChange {
   std::string names;

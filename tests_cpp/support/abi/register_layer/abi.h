@@ -103,6 +103,9 @@ struct PrepareArgs {
 // This ABI has no total.
 inline constexpr bool kReportsTotal = false;
 
+// Whether there is nvte_ep_prepare_and_dispatch.
+inline constexpr bool kPreparesAndDispatches = false;
+
 inline PrepareArgs MakePrepareArgs(const Handle& handle, NVTETensor topk_idx, NVTETensor token_counts, NVTETensor, int,
                                    std::size_t alignment) {
   return {handle, topk_idx, token_counts, alignment};

@@ -102,6 +102,9 @@ struct PrepareArgs {
 
 inline constexpr bool kReportsTotal = true;
 
+// Whether there is nvte_ep_prepare_and_dispatch.
+inline constexpr bool kPreparesAndDispatches = true;
+
 inline PrepareArgs MakePrepareArgs(Handle handle, NVTETensor topk_idx, NVTETensor token_counts, NVTETensor total,
                                    int top_k, std::size_t alignment) {
   return {handle, topk_idx, token_counts, total, top_k, alignment};
