@@ -874,8 +874,12 @@ impl Backend {
             Some(_) => Err(not_prepared(handle)),
             None => {
                 let layer = self.layer_of(config)?;
-                self.require_memory(&handle.mem, layer.mem_bytes())?;
-                Ok((layer, prepared))
+                match self.require_memory(&handle.mem, layer.mem_bytes()) {
+                    Ok(()) => Ok((layer, prepared)),
+                    // As much as a smaller layer's needs, which may lie there now.
+                    // SAFETY: passed on.
+                    Err(refused) => unsafe { self.look_again(handle, (&layer, prepared), stream) }.ok_or(refused),
+                }
             }
         }
     }
