@@ -25,8 +25,8 @@ cudaStreamCaptureMode DrawMode(Dice& dice) {
 template <typename T, typename Index = std::int64_t, typename Count = std::int32_t>
 class StepBatch : public Batch {
  public:
-  StepBatch(const Group& group, const MovableLayer& layer, const Given& given, std::uint64_t seed,
-            std::size_t recv_rows, std::size_t hidden, bool may_differentiate)
+  StepBatch(const Group& group, MovableLayer& layer, const Given& given, std::uint64_t seed, std::size_t recv_rows,
+            std::size_t hidden, bool may_differentiate)
       : group_(group),
         layer_(layer),
         step_(group, layer.layer, given.routing, seed, recv_rows, hidden),
@@ -72,9 +72,11 @@ class StepBatch : public Batch {
   }
 
  private:
+  const std::vector<int>& Rows() const { return step_.reference().routing().rows; }
+
   // Prepares by a call, which may dispatch too.
   void Prepare(Dice& dice, Lanes& lanes) {
-    layer_.Used();
+    layer_.Used(Rows());
     if (dice.Percent(30)) {
       const DispatchArgs args = Dispatching(dice.Percent(75));
       lanes.Call(dice, [&](cudaStream_t stream) { CallPrepareAndDispatch(step_.prepare_args(), args, stream); });
@@ -102,7 +104,6 @@ class StepBatch : public Batch {
 
   // A step of its own, with other token counts, over the same handle memory.
   void Interrupt(Dice& dice, Lanes& lanes) {
-    layer_.Used();
     CheckPending();
     const std::vector<int> rows = DrawRows(dice, 0, group_.config().max_tokens_per_rank);
     const Given given =
@@ -110,6 +111,7 @@ class StepBatch : public Batch {
     Step<T, Index, Count> other(group_, layer_.layer, given.routing, dice.Number() % 1000000, step_.recv_rows(),
                                 step_.hidden());
     other.UseHandle(layer_.handle());
+    layer_.Used(rows);
     Name(other, given);
     lanes.Call(dice, [&](cudaStream_t stream) { other.prepare_args().Call(stream); });
     lanes.Call(dice, [&](cudaStream_t stream) { other.dispatch_args().Call(stream); });
@@ -121,7 +123,7 @@ class StepBatch : public Batch {
   }
 
   void Capture(Dice& dice, Lanes& lanes) {
-    layer_.Used();
+    layer_.Used(Rows());
     CheckPending();
     in_graph_ = {};
     prepare_in_graph_ = dice.Percent(60);
@@ -163,6 +165,7 @@ class StepBatch : public Batch {
   // Launches the graph: with the inputs of before, or `anew` with other ones, which a call prepares if the graph does
   // not.
   void Replay(Dice& dice, Lanes& lanes, bool anew) {
+    layer_.Used(Rows());
     CheckPending();
     if (anew) Renew(dice);
     if (anew && !prepare_in_graph_) {
@@ -202,7 +205,7 @@ class StepBatch : public Batch {
     const int act = dice.Between(0, kActs - 1);
     const bool with_weights = !dice.Percent(25), check_now = dice.Percent(40);
     if (act == kDispatchBwd && !may_differentiate_) return;
-    layer_.Used();
+    layer_.Used(Rows(), act == kDispatchBwd);
     if (pending_[act]) Check(act);
     switch (act) {
       case kDispatch: {
@@ -256,7 +259,7 @@ class StepBatch : public Batch {
   }
 
   const Group& group_;
-  const MovableLayer& layer_;
+  MovableLayer& layer_;
   Step<T, Index, Count> step_;
   const bool fixed_;
   const bool may_differentiate_;
@@ -272,7 +275,7 @@ class StepBatch : public Batch {
 template <typename T>
 class PlacedBatch : public Batch {
  public:
-  PlacedBatch(const Group& group, const MovableLayer& layer, const Given& given, std::uint64_t seed, std::size_t hidden,
+  PlacedBatch(const Group& group, MovableLayer& layer, const Given& given, std::uint64_t seed, std::size_t hidden,
               unsigned payloads, bool with_address)
       : group_(group),
         layer_(layer),
@@ -289,7 +292,7 @@ class PlacedBatch : public Batch {
 
   void Act(Dice& dice, Lanes& lanes) override {
     lanes.Home();
-    layer_.Used();
+    layer_.Used(step_.reference().routing().rows);
     if (!prepared_ || dice.Percent(15)) return Prepare(dice);
     const int act = dice.Between(0, kActs - 1);
     std::unique_ptr<Graph>& graph = graphs_[act];
@@ -362,7 +365,7 @@ class PlacedBatch : public Batch {
   }
 
   const Group& group_;
-  const MovableLayer& layer_;
+  MovableLayer& layer_;
   Step<T> step_;
   PlacedStep<T> placed_;
   std::array<std::unique_ptr<Graph>, kActs> graphs_;
@@ -371,7 +374,7 @@ class PlacedBatch : public Batch {
 
 }  // namespace
 
-std::unique_ptr<Batch> DrawBatch(Dice& dice, const GroupShape& shape, const Group& group, const MovableLayer& layer) {
+std::unique_ptr<Batch> DrawBatch(Dice& dice, const GroupShape& shape, const Group& group, MovableLayer& layer) {
   const int experts = group.config().num_experts;
   const std::vector<int> rows = DrawRows(dice, 0, shape.max_tokens);
   const Given given = DrawRouting(dice, rows, layer.layer.top_k(), experts, group.local_experts());

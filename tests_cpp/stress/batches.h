@@ -29,7 +29,7 @@ class Batch {
 };
 
 // One that fits group and layer.
-std::unique_ptr<Batch> DrawBatch(Dice& dice, const GroupShape& shape, const Group& group, const MovableLayer& layer);
+std::unique_ptr<Batch> DrawBatch(Dice& dice, const GroupShape& shape, const Group& group, MovableLayer& layer);
 
 // Has topk_idx say what is named.
 template <typename Step>

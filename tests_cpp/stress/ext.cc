@@ -31,13 +31,14 @@ NVTEEpExtOptions* DrawNoOptions(Dice& dice) {
 }
 
 Refusal DrawOptionsRefusal(Dice& dice) {
-  const char* const keys[] = {"overflow",   "eager",      "num_topk",    "dispatch_sms",        "combine_sms",
-                              "timeout_ms", "backend",    "deterministic", "preprocess_sms", "shutdown_timeout_ms",
+  const char* const keys[] = {"overflow",          "eager",   "num_topk",      "dispatch_sms",   "combine_sms",
+                              "timeout_ms",        "backend", "deterministic", "preprocess_sms", "shutdown_timeout_ms",
                               "symm_segment_bytes"};
   const char* const key = keys[dice.Between(0, 10)];
-  const char* const no_key = dice.OneOf<const char*>({"", "Overflow", "eager ", "num_topk\n", "handle", nullptr, "\xff"});
-  const char* const no_value =
-      dice.OneOf<const char*>({"", "yes", "-1", "1.5", "0x10", "99999999999999999999999", "on\r\n\033[1m", nullptr, "\xc3\x28"});
+  const char* const no_key =
+      dice.OneOf<const char*>({"", "Overflow", "eager ", "num_topk\n", "handle", nullptr, "\xff"});
+  const char* const no_value = dice.OneOf<const char*>(
+      {"", "yes", "-1", "1.5", "0x10", "99999999999999999999999", "on\r\n\033[1m", nullptr, "\xc3\x28"});
   NVTEEpExtOptions* const dead = DrawNoOptions(dice);
   const std::string named = key == nullptr ? "NULL" : key;
   switch (dice.Between(0, 7)) {
@@ -93,13 +94,14 @@ Refusal DrawExtRefusal(Dice& dice, const SymmBuffer& room, const DeviceBuffer<st
               }};
     }
     case 1: {
-      void* const pointer = dice.OneOf<void*>({pageable, plain.data(), room.data() + 1, room.data() + 256,
-                                               room.data() + room.bytes(), Somewhere(1), Somewhere(~std::uintptr_t{0})});
+      void* const pointer =
+          dice.OneOf<void*>({pageable, plain.data(), room.data() + 1, room.data() + 256, room.data() + room.bytes(),
+                             Somewhere(1), Somewhere(~std::uintptr_t{0})});
       return {"nvte_ep_ext_symm_free", "ptr", "frees " + Hex(pointer), [=] { nvte_ep_ext_symm_free(pointer); }};
     }
     case 2: {
-      void* const pointer = dice.OneOf<void*>({pageable, plain.data(), nullptr, room.data() + room.bytes(), Somewhere(1),
-                                               Somewhere(~std::uintptr_t{0})});
+      void* const pointer = dice.OneOf<void*>(
+          {pageable, plain.data(), nullptr, room.data() + room.bytes(), Somewhere(1), Somewhere(~std::uintptr_t{0})});
       return {"nvte_ep_ext_window_of", "ptr", "asks about " + Hex(pointer), [=] {
                 if (nvte_ep_ext_is_symmetric(pointer) != 0) Fail("an address that is not symmetric is called so");
                 nvte_ep_ext_window_of(pointer, nullptr, nullptr);

@@ -32,14 +32,36 @@ class HandleBook {
   std::map<std::uint64_t, std::size_t> bytes_;
 };
 
+// What a call last prepared at an address.
+struct Routed {
+  int top_k = 0;
+  std::size_t alignment = 0;
+  // Tokens of each rank.
+  std::vector<int> rows;
+  // Whether the gradient of dispatch was called since, with which a step is over.
+  bool spent = false;
+
+  // Whether the library takes `other`, if its bytes come to lie here, for this: nothing in the arguments of most calls
+  // tells layers of as many tokens apart (docs/drop_in.md).
+  bool LooksLike(const Routed& other) const {
+    const bool same_layer =
+        top_k == other.top_k && std::max<std::size_t>(alignment, 1) == std::max<std::size_t>(other.alignment, 1);
+    if (same_layer || spent) return false;
+    for (std::size_t rank = 0; rank < rows.size(); ++rank) {
+      if (rows[rank] == other.rows[rank]) return true;
+    }
+    return false;
+  }
+};
+
 // One allocation that handle memory is cut from, as a framework's pool does: what was there before stays in it, and
 // other handle memory comes to lie there, at the same address or across it.
 class Slices {
  public:
   explicit Slices(std::size_t most) : most_((most + 255) / 256 * 256), memory_(most_ * kSlices) {}
 
-  // Room at some address, or null if there is none.
-  std::uint8_t* Take(Dice& dice, std::size_t bytes) {
+  // Room at some address, for memory that holds `routed` if that is not null, or null if there is none.
+  std::uint8_t* Take(Dice& dice, std::size_t bytes, const Routed* routed) {
     // Few addresses, so that they come back soon.
     const std::size_t unit = std::max<std::size_t>(most_ / 512 * 256, 256);
     std::vector<std::uint8_t*> found;
@@ -48,6 +70,8 @@ class Slices {
       const auto apart = [&](const auto& taken) {
         return taken.first + taken.second <= place || place + bytes <= taken.first;
       };
+      const auto former = routed_.find(place);
+      if (routed != nullptr && former != routed_.end() && former->second.LooksLike(*routed)) continue;
       if (std::all_of(taken_.begin(), taken_.end(), apart)) found.push_back(place);
     }
     if (found.empty()) return nullptr;
@@ -56,6 +80,8 @@ class Slices {
     return place;
   }
   void GiveBack(std::uint8_t* place) { taken_.erase(place); }
+  // What the library has seen at `place`.
+  void Note(std::uint8_t* place, const Routed& routed) { routed_[place] = routed; }
   bool GuardIntact() const { return memory_.GuardIntact(); }
 
  private:
@@ -64,6 +90,7 @@ class Slices {
   std::size_t most_;
   DeviceBuffer<std::uint8_t> memory_;
   std::map<std::uint8_t*, std::size_t> taken_;
+  std::map<std::uint8_t*, Routed> routed_;
 };
 
 // A layer whose handle memory may move.
@@ -72,7 +99,7 @@ class MovableLayer {
   // In `slices`, or in memory of its own if that is null.
   MovableLayer(Dice& dice, int top_k, std::size_t alignment, Slices* slices, HandleBook* book)
       : layer(top_k, alignment), slices_(slices), book_(book) {
-    if (slices_ != nullptr) Place(slices_->Take(dice, bytes()));
+    if (slices_ != nullptr) Place(slices_->Take(dice, bytes(), nullptr));
   }
   ~MovableLayer() {
     if (slices_ != nullptr) slices_->GiveBack(place_);
@@ -89,7 +116,7 @@ class MovableLayer {
     DeviceBuffer<std::uint8_t> own;
     std::uint8_t* to = nullptr;
     if (slices_ != nullptr) {
-      to = slices_->Take(dice, bytes());
+      to = slices_->Take(dice, bytes(), routed_.rows.empty() ? nullptr : &routed_);
       if (to == nullptr) return;
     } else {
       own = DeviceBuffer<std::uint8_t>(bytes());
@@ -102,9 +129,11 @@ class MovableLayer {
     std::swap(memory_, own);
     Place(to);
   }
-  // Notes that a call was made with the handle.
-  void Used() const {
+  // Notes that a call is made with the handle: over what was prepared for `rows`, and whether it is the last of a step.
+  void Used(const std::vector<int>& rows, bool last = false) {
     book_->Opened(layer.id() != 0 ? layer.id() : reinterpret_cast<std::uintptr_t>(address()), bytes());
+    routed_ = {layer.top_k(), layer.alignment(), rows, last};
+    if (slices_ != nullptr) slices_->Note(place_, routed_);
   }
   void Check() const {
     if (!layer.memory().GuardIntact()) Fail("wrote behind handle memory");
@@ -130,6 +159,7 @@ class MovableLayer {
   std::uint8_t* place_ = nullptr;
   DeviceBuffer<std::uint8_t> memory_;
   Tensor tensor_;
+  Routed routed_;
 };
 
 }  // namespace test

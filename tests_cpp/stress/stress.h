@@ -23,7 +23,7 @@ struct Settings {
   int cycles = 200;
   int steps = 20000;
   // Whether the handle memory of some groups' layers lies in one allocation.
-  bool slices = false;
+  bool slices = true;
 };
 
 struct Figures {
