@@ -163,6 +163,15 @@ impl<H> HandleCache<H> {
         }
     }
 
+    /// Notes that `memory`, as `key` finds it, holds a `layer`: what is captured from now on does not go by a graph that
+    /// prepared it for another one.
+    pub fn found_here(&mut self, key: HandleKey, memory: u64, layer: &LayerConfig) {
+        let captured = self.captured.get_mut(&memory);
+        if let Some(captured) = captured.filter(|c| c.is_some_and(|c| c.key != key || c.layer != *layer)) {
+            *captured = None;
+        }
+    }
+
     /// Notes a prepare of `memory` by a stream that captures: nothing has happened yet.
     pub fn note_captured(&mut self, memory: u64, captured: Captured) {
         self.captured.insert(memory, Some(captured));
@@ -309,8 +318,15 @@ mod tests {
         cache.note_captured(0x100, captured);
         assert!(cache.is_captured(0x100) && !cache.is_captured(0x200));
         assert_eq!((cache.prepared(KEY, 0x100), cache.captured(0x100)), (Some(eager), Some(captured)));
+        cache.found_here(KEY, 0x100, &layer(2));
+        assert_eq!(cache.captured(0x100), Some(captured));
         cache.start_prepare(KEY).unwrap();
         assert_eq!((cache.is_captured(0x100), cache.captured(0x100)), (true, None), "the call comes last");
+        for (key, found) in [(KEY, layer(4)), (HandleKey::Registered(8), layer(2))] {
+            cache.note_captured(0x100, captured);
+            cache.found_here(key, 0x100, &found);
+            assert_eq!((cache.is_captured(0x100), cache.captured(0x100)), (true, None), "another is here now");
+        }
         let entry = cache.get_mut(KEY).unwrap();
         entry.tokens = Some(10);
         let lookup = |tokens| cache.lookup(KEY, 0x100, &layer(2), tokens).unwrap();

@@ -861,6 +861,7 @@ impl Backend {
                 // SAFETY: passed on.
                 let stamp = unsafe { self.read_stamp(memory, stream) }?;
                 let (config, prepared) = stamp.read(self.epoch).ok_or_else(|| not_prepared(handle))?;
+                self.handles.found_here(handle.key, memory, &config);
                 if other {
                     self.handles.moved_here(handle.key, memory, &config, prepared);
                     self.allocations.insert(memory, self.base.cuda.allocation_id(memory)?);
@@ -886,7 +887,7 @@ impl Backend {
 
     /// What the memory of a refused call holds, if that is not what is `known` of it: the bytes of other handle memory may have
     /// been moved to where some was, in one allocation of a caching allocator. Nothing if the memory cannot be read soon:
-    /// a refusal waits for no other rank.
+    /// a refusal waits for no other rank. In a capture: what is known besides.
     ///
     /// # Safety
     /// As [`Backend::prepared_layer`].
@@ -897,17 +898,25 @@ impl Backend {
         known: (&Layer, Prepared),
         (stream, state): (Stream, StreamState),
     ) -> Option<(Layer, Prepared)> {
-        if self.config.relocation == Relocation::Refuse || state == StreamState::Capturing {
-            return None;
-        }
-        let (memory, soon) = (handle.mem.data, Some(Duration::from_secs(1)));
-        // SAFETY: passed on; the stream does not capture.
-        let [first, second, low, high] = unsafe { self.read_words(memory, stream, soon) }.ok()?;
-        let (config, prepared) = Stamp([first, second]).read(self.epoch)?;
-        let eager = self.config.recv_capacity == RecvCapacity::Eager;
-        let recv_total = eager.then_some(u64::from(high) << 32 | u64::from(low));
-        let found = Prepared { recv_total, ..prepared };
-        let known_prepared = Prepared { recv_total: recv_total.and(known.1.recv_total), ..known.1 };
+        let memory = handle.mem.data;
+        let (config, found) = match state {
+            // Nothing can be read. A captured call may go by a graph's prepare or by what a call prepared or found there.
+            StreamState::Capturing => {
+                let entry = self.handles.get_mut(handle.key).filter(|entry| entry.memory == memory)?;
+                (entry.layer, entry.prepared?)
+            }
+            StreamState::Working if self.config.relocation == Relocation::Refuse => return None,
+            StreamState::Working => {
+                let soon = Some(Duration::from_secs(1));
+                // SAFETY: passed on; the stream does not capture.
+                let [first, second, low, high] = unsafe { self.read_words(memory, stream, soon) }.ok()?;
+                let (config, prepared) = Stamp([first, second]).read(self.epoch)?;
+                let eager = self.config.recv_capacity == RecvCapacity::Eager;
+                let recv_total = eager.then_some(u64::from(high) << 32 | u64::from(low));
+                (config, Prepared { recv_total, ..prepared })
+            }
+        };
+        let known_prepared = Prepared { recv_total: found.recv_total.and(known.1.recv_total), ..known.1 };
         if (known.0.config, known_prepared) == (config, found) {
             return None;
         }
@@ -917,7 +926,9 @@ impl Backend {
             HandleKey::Address(_) => self.layer_of(config).ok()?,
         };
         self.require_memory(&handle.mem, layer.mem_bytes()).ok()?;
-        self.handles.moved_here(handle.key, memory, &config, found);
+        if state == StreamState::Working {
+            self.handles.moved_here(handle.key, memory, &config, found);
+        }
         Some((layer, found))
     }
 

@@ -15,6 +15,7 @@
 #include "ep/te/te_calls.h"
 #include "support/expect_error.h"
 #include "support/host_stats.h"
+#include "support/symm.h"
 
 namespace test {
 namespace {
@@ -260,6 +261,42 @@ TEST(Relocation, MovedToWhereAnotherWasInEagerMode) {
     const Reference reference(routing, Experts(group), layer.alignment());
     return std::make_unique<Step<BFloat16>>(group, layer, routing, seed, reference.Total(World::Get().rank()));
   });
+}
+
+// Bytes that come to where a graph prepared, which is gone: once a call has seen them, they can be captured, with other
+// tokens or for another layer than the graph's.
+TEST(Relocation, CapturedWhereAGraphPreparedBefore) {
+  GroupShape shape;
+  shape.top_k = 4;
+  Group group(shape);
+  Layer former(2, 1), larger(4, 1);
+  DeviceBuffer<std::uint8_t> memory(larger.memory().size());
+  const Tensor formers(memory.data(), kNVTEByte, {former.memory().size()});
+  const Tensor place(memory.data(), kNVTEByte, {memory.size()});
+  const auto routing = [&](int rows, int top_k, std::uint64_t seed) {
+    return RandomRouting(EvenRows(rows), top_k, Experts(group), seed);
+  };
+  Step<BFloat16> before(group, former, routing(10, 2, 6724), 6724);
+  before.UseHandle(formers.get());
+  before.ForwardAndBackward();
+  UploadInputs(before);
+  Graph([&] { EnqueueAll(before); }).Launch();
+  for (const int rows : {20, 10}) {
+    for (const int top_k : {2, 4}) {
+      SCOPED_TRACE(std::to_string(rows) + " tokens, top_k " + std::to_string(top_k));
+      Layer layer(top_k, 1);
+      Step<BFloat16> step(group, layer, routing(rows, top_k, 6725), 6725);
+      step.Prepare();
+      CopyOnDevice(memory.data(), layer.memory().data(), layer.memory().size());
+      step.UseHandle(top_k == 2 ? formers.get() : place.get());
+      step.Combine();
+      step.CheckCombined();
+      ClearOutputs(step);
+      const Graph combines([&] { step.combine_args().Call(); });
+      combines.Launch();
+      step.CheckCombined();
+    }
+  }
 }
 
 TEST(Relocation, PoisonedMemoryIsNotPrepared) {
