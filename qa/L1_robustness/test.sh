@@ -26,7 +26,7 @@ mpi() {
   local limit=$1 ranks=$2; shift 2
   timeout -k 5 "$limit" mpirun --oversubscribe --bind-to none --mca btl_vader_single_copy_mechanism none -n "$ranks" "$@"
 }
-tried=0 raised=0 checked=0 crashes=0 hangs=0 leaks=0
+tried=0 raised=0 checked=0 replays=0 crashes=0 hangs=0 leaks=0
 log=$(mktemp); trap 'rm -f "$log"' EXIT
 
 # What a run that ended with code $1 and printed $log was: a hang, a crash, or neither.
@@ -51,6 +51,7 @@ stress() {
   raised=$((raised + $(number ' \([0-9]*\) raised')))
   checked=$((checked + $(number ' steps \([0-9]*\) checked')))
   leaks=$((leaks + $(number 'leaks \([0-9]*\)')))
+  replays=$((replays + $(number 'replays \([0-9]*\)')))
   judge "$code" && [ "$code" -eq 0 ] || { tail -30 "$log"; return 1; }
 }
 
@@ -98,5 +99,5 @@ if [ $on = host ]; then
   check "rank 1 is late in ncclEpDispatch" fault 4 "nothing raised" "rank=1,call=ncclEpDispatch,do=delay,ms=700"
   check "rank 1 is too late in ncclEpCombine" fault 4 raised "rank=1,call=ncclEpCombine,do=delay,ms=4000"
 fi
-echo "$SUITE: steps checked $checked, inputs tried $tried, errors raised $raised, crashes $crashes, hangs $hangs, leaks $leaks"
+echo "$SUITE: steps checked $checked, replays $replays, inputs tried $tried, errors raised $raised, crashes $crashes, hangs $hangs, leaks $leaks"
 finish
