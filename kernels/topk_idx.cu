@@ -8,6 +8,9 @@
 template <typename Index>
 __device__ void copy_topk_idx(const Index* given, long long* copied, unsigned* not_experts, unsigned long long* log,
                               unsigned tokens, unsigned top_k, unsigned num_experts) {
+  __shared__ unsigned found_here;
+  if (threadIdx.x == 0) found_here = 0;
+  __syncthreads();
   unsigned found = 0;
   // One thread a token, which compares its own few indices.
   for (unsigned token = blockIdx.x * blockDim.x + threadIdx.x; token < tokens; token += gridDim.x * blockDim.x) {
@@ -29,11 +32,16 @@ __device__ void copy_topk_idx(const Index* given, long long* copied, unsigned* n
       out[k] = kept;
     }
   }
-  if (found != 0) {
-    atomicAdd(not_experts, found);
-    // Host memory, which the host reads at any time.
-    atomicAdd_system(log, found);
-  }
+  if (found != 0) atomicAdd(&found_here, found);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  if (found_here != 0) atomicAdd(not_experts, found_here);
+  __threadfence();
+  // Host memory is far away (1 us an addition), so the last block adds what all of them have found.
+  unsigned* done = not_experts + 1;
+  if (atomicAdd(done, 1) + 1 != gridDim.x) return;
+  const unsigned found_in_all = atomicAdd(not_experts, 0);
+  if (found_in_all != 0) atomicAdd_system(log, found_in_all);
 }
 
 extern "C" __global__ void nvte_ep_copy_topk_idx_i32(const int* given, long long* copied, unsigned* not_experts,

@@ -30,8 +30,8 @@ pub struct Entry<H> {
     pub prepared: Option<Prepared>,
     /// The token count that the handle goes by: of its last prepare, captured or not. None where its first use tells.
     pub tokens: Option<usize>,
-    /// Whether the gradient of dispatch has been queued since the last prepare, which is the last that a step does: what is
-    /// here now may be another's.
+    /// Whether what is here now may be another's: the gradient of dispatch has been queued since the last prepare, which is the
+    /// last that a step does, or the bytes were seen to be another layer's.
     pub spent: bool,
 }
 
@@ -159,7 +159,10 @@ impl<H> HandleCache<H> {
     pub fn moved_here(&mut self, key: HandleKey, memory: u64, layer: &LayerConfig, prepared: Prepared) {
         self.own(memory, key);
         if let Some(entry) = self.get_mut(key) {
-            (entry.prepared, entry.spent) = ((entry.layer == *layer).then_some(prepared), false);
+            entry.spent = entry.layer != *layer;
+            if !entry.spent {
+                entry.prepared = Some(prepared);
+            }
         }
     }
 
@@ -230,14 +233,6 @@ impl<H> HandleCache<H> {
         if let Some(prepared) = owner.filter(|entry| entry.memory == memory).and_then(|entry| entry.prepared.as_mut()) {
             prepared.recv_total = Some(total);
         }
-    }
-
-    /// The memory of all handles that go by its address.
-    pub fn addresses(&self) -> impl Iterator<Item = u64> {
-        self.entries.iter().filter_map(|(key, _)| match key {
-            HandleKey::Address(memory) => Some(*memory),
-            HandleKey::Registered(_) => None,
-        })
     }
 
     /// The layers of all handles.

@@ -14,8 +14,8 @@ pub(crate) const STAMP_BYTES: usize = 256;
 pub(crate) const TOTAL_OFFSET: usize = 8;
 /// Where it holds the number of the step's indices that are no expert, as one uint32.
 pub(crate) const NOT_EXPERTS_OFFSET: usize = 16;
-/// Where stamp and counters end; all of it is zero when a prepare starts.
-pub(crate) const COUNTERS_END: usize = NOT_EXPERTS_OFFSET + size_of::<u32>();
+/// Where stamp and counters end, of which the last is the kernel's own; all of it is zero when a prepare starts.
+pub(crate) const COUNTERS_END: usize = NOT_EXPERTS_OFFSET + 2 * size_of::<u32>();
 
 // They are read as words, in one go with the stamp.
 const _: () = assert!(TOTAL_OFFSET == 2 * size_of::<u32>() && NOT_EXPERTS_OFFSET == 4 * size_of::<u32>());

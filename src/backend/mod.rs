@@ -135,8 +135,8 @@ struct Backend {
     /// Tells this group's stamps from those of another time.
     epoch: u64,
     residency: Residency,
-    /// Where there are several kinds: handle memory that goes by its address -> which allocation it was at its last call. The
-    /// bytes of other handle memory may be moved to where some was freed.
+    /// Handle memory that goes by its address -> which allocation it was at its last call, where that matters
+    /// ([`Backend::may_mislead`]): the bytes of other handle memory may be moved to where some was freed.
     allocations: FxHashMap<u64, u64>,
     /// The stream of the last call, which is one of the group's device.
     stream: Option<Stream>,
@@ -639,7 +639,7 @@ impl Backend {
                 RuntimeKind::Host => preflight::host_compiler(library)?,
             }
             tracing::info!(target: "nvte_ep", path = ?library.path, version = library.functions.version()?, "NCCL EP");
-            Ok((library, IndexCopier::load(&base.cuda)?))
+            Ok((library, IndexCopier::load(&base.cuda, device)?))
         };
         // A rank that cannot go on says so to all of them, rather than leave them waiting for it.
         let ready = ready();
@@ -768,12 +768,6 @@ impl Backend {
         config.check_against(&self.config)?;
         let index_bytes = DType::Int64.bytes(self.config.max_tokens_per_rank as usize * config.top_k as usize);
         let layer = Layer { config, nccl_bytes: self.group.handle_mem_size(config.top_k)?, index_bytes };
-        if self.kinds.len() == 1 {
-            // From here on it matters whose memory is where.
-            for memory in self.handles.addresses() {
-                self.allocations.insert(memory, self.base.cuda.allocation_id(memory)?);
-            }
-        }
         self.kinds.push(layer);
         Ok(layer)
     }
@@ -832,9 +826,21 @@ impl Backend {
         let spent = entry.is_some_and(|entry| entry.spent);
         let (_, state) = stream;
         let by_graph = self.handles.is_captured(memory);
-        let mut other = false;
-        if registered.is_none() && self.kinds.len() > 1 {
-            other = spent && state == StreamState::Working || !self.is_same_allocation(memory)?;
+        // Whether other bytes are here for certain, and whether they may be.
+        let (mut other, mut doubted) = (false, false);
+        if self.may_mislead(handle.key) {
+            doubted = spent;
+            if registered.is_none() {
+                let id = self.base.cuda.allocation_id(memory)?;
+                match self.allocations.get(&memory) {
+                    Some(known) => other = *known != id,
+                    // Of a time when it did not matter.
+                    None => {
+                        doubted = true;
+                        self.allocations.insert(memory, id);
+                    }
+                }
+            }
         }
         let (config, prepared) = match known {
             // What is captured goes by the prepare that comes last, captured or not.
@@ -870,24 +876,33 @@ impl Backend {
             }
         };
         let prepared = prepared.ok_or_else(|| not_prepared(handle))?;
-        match registered {
-            Some(layer) if layer.config == config => Ok((layer, prepared)),
-            Some(_) => Err(not_prepared(handle)),
+        let (layer, fits) = match registered {
+            Some(layer) if layer.config == config => (layer, Ok(())),
+            Some(_) => return Err(not_prepared(handle)),
             None => {
                 let layer = self.layer_of(config)?;
-                match self.require_memory(&handle.mem, layer.mem_bytes()) {
-                    Ok(()) => Ok((layer, prepared)),
-                    // As much as a smaller layer's needs, which may lie there now.
-                    // SAFETY: passed on.
-                    Err(refused) => unsafe { self.look_again(handle, (&layer, prepared), stream) }.ok_or(refused),
-                }
+                (layer, self.require_memory(&handle.mem, layer.mem_bytes()))
             }
+        };
+        // Of memory that is too small for what is known, a smaller layer may have taken the place.
+        if fits.is_err() || doubted && state == StreamState::Working {
+            // SAFETY: passed on.
+            let found = unsafe { self.look_again(handle, (&layer, prepared), stream) };
+            return found.map_or_else(|| fits.map(|()| (layer, prepared)), Ok);
         }
+        Ok((layer, prepared))
     }
 
-    /// What the memory of a refused call holds, if that is not what is `known` of it: the bytes of other handle memory may have
-    /// been moved to where some was, in one allocation of a caching allocator. Nothing if the memory cannot be read soon:
-    /// a refusal waits for no other rank. In a capture: what is known besides.
+    /// Whether what is known of handle memory may pass for what is there now, though other bytes were moved there: layers of
+    /// several kinds differ in more than a call's arguments tell, and so do totals.
+    #[inline]
+    fn may_mislead(&self, key: HandleKey) -> bool {
+        self.config.recv_capacity == RecvCapacity::Eager || matches!(key, HandleKey::Address(_)) && self.kinds.len() > 1
+    }
+
+    /// What the memory of a call holds, if that is not what is `known` of it and does not fit, or may not: the bytes of other
+    /// handle memory may have been moved to where some was, in one allocation of a caching allocator. Nothing if the memory
+    /// cannot be read soon: a refusal waits for no other rank. In a capture: what is known besides.
     ///
     /// # Safety
     /// As [`Backend::prepared_layer`].
@@ -906,6 +921,11 @@ impl Backend {
                 (entry.layer, entry.prepared?)
             }
             StreamState::Working if self.config.relocation == Relocation::Refuse => return None,
+            // A wait for it would break the captures of streams that it waits for.
+            // SAFETY: passed on.
+            StreamState::Working if stream.is_legacy() && unsafe { self.base.cuda.is_capturing(stream) }.is_err() => {
+                return None;
+            }
             StreamState::Working => {
                 let soon = Some(Duration::from_secs(1));
                 // SAFETY: passed on; the stream does not capture.
@@ -945,11 +965,6 @@ impl Backend {
         }
         // SAFETY: passed on; the stream does not capture.
         Ok(Stamp(unsafe { self.read_words(address, stream, None) }?))
-    }
-
-    /// Whether handle memory is the allocation that it was at its last call.
-    fn is_same_allocation(&self, memory: u64) -> Result<bool> {
-        Ok(self.allocations.get(&memory) == Some(&self.base.cuda.allocation_id(memory)?))
     }
 
     /// Reads words of handle memory behind what is queued on `stream`, unless `limit` is over or the group comes to its end
@@ -1147,6 +1162,7 @@ impl Backend {
             require_no_capture(state)?;
         }
         self.index_copier.tell();
+        let may_mislead = self.may_mislead(handle.key);
         self.handle(handle, layer, None)?;
         // A failed exchange leaves no routing that could be replayed; a captured one has not happened.
         let entry = match state {
@@ -1178,7 +1194,7 @@ impl Backend {
         // SAFETY: the caller vouches for the stream.
         unsafe { watch.queue(step, stream, state, queue) }?;
         entry.tokens = Some(prepared.num_tokens);
-        if let (HandleKey::Address(memory), true) = (handle.key, self.kinds.len() > 1) {
+        if let (HandleKey::Address(memory), true) = (handle.key, may_mislead) {
             self.allocations.insert(memory, cuda.allocation_id(memory)?);
         }
         match state {

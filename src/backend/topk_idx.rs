@@ -25,6 +25,7 @@ const BETWEEN_WARNINGS: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub(super) struct IndexCopier {
     cuda: &'static Cuda,
+    device: i32,
     module: b::CUmodule,
     int32: b::CUfunction,
     int64: b::CUfunction,
@@ -38,8 +39,8 @@ pub(super) struct IndexCopier {
 unsafe impl Send for IndexCopier {}
 
 impl IndexCopier {
-    /// Loads them into the current context; the driver translates them for its GPU.
-    pub(super) fn load(cuda: &'static Cuda) -> Result<Self> {
+    /// Loads them into the current context, which is that of `device`; the driver translates them for its GPU.
+    pub(super) fn load(cuda: &'static Cuda, device: i32) -> Result<Self> {
         let mut module = std::ptr::null_mut();
         // SAFETY: the text ends in a zero byte, and `module` lives across the call.
         cuda.check("cuModuleLoadData", unsafe { (cuda.cuModuleLoadData)(&raw mut module, PTX.as_ptr().cast()) })?;
@@ -57,10 +58,10 @@ impl IndexCopier {
         cuda.check("cuMemAllocHost_v2", code)?;
         // SAFETY: room for one u64, which nobody else knows yet.
         unsafe { not_experts.cast::<u64>().write(0) };
-        Ok(Self { cuda, module, int32, int64, not_experts, told: 0, told_at: None })
+        Ok(Self { cuda, device, module, int32, int64, not_experts, told: 0, told_at: None })
     }
 
-    /// Logs how many indices of the steps so far were no expert, if that are more than at the last time; not too often.
+    /// Logs how many indices of the steps so far were no expert, if those are more than at the last time; not too often.
     #[inline]
     pub(super) fn tell(&mut self) {
         // SAFETY: the kernels' memory, which they add to atomically.
@@ -78,16 +79,19 @@ impl IndexCopier {
 
     #[cold]
     fn warn(&mut self, found: u64) {
+        (self.told, self.told_at) = (found, Some(Instant::now()));
+        if !tracing::enabled!(target: "nvte_ep", tracing::Level::WARN) {
+            return;
+        }
         let text = format!(
             "{found} indices of topk_idx in the steps so far were num_experts or more: no expert, so they were routed nowhere \
              (-1 masks an entry without this warning; nvte_ep_ext_recv_totals tells of one step)"
         );
-        tracing::warn!(target: "nvte_ep", "{text}");
-        (self.told, self.told_at) = (found, Some(Instant::now()));
+        tracing::warn!(target: "nvte_ep", device = self.device, "{text}");
     }
 
     /// Queues the copy of `topk_idx`, `[T, K]`, to the address `copied`, and adds the number of indices that are no
-    /// expert to the uint32 at the address `not_experts`.
+    /// expert to the uint32 at the address `not_experts`. That and the next, the kernel's own, are zero before.
     ///
     /// # Safety
     /// `topk_idx` is device memory; `copied` has room for T * K int64; all live until the queued work is done; `stream` is

@@ -346,6 +346,39 @@ TEST(GraphsFromTheStart, EagerModeIsRefused) {
   step.ForwardAndBackward();
 }
 
+// A call in the legacy stream that is refused, and would look into its memory first, does no harm to the capture of a
+// stream that the legacy stream waits for.
+TEST(GraphsFromTheStart, ARefusalInTheLegacyStreamKeepsOtherCaptures) {
+  GroupShape shape;
+  shape.allow_handle_mem_reloc = 1;
+  Group group(shape);
+  Layer layer(2, 1);
+  Step<BFloat16> step(group, layer, RandomRouting(EvenRows(9), 2, Experts(group), 8140), 8140);
+  step.ForwardAndBackward();
+  World::Get().Wait();
+  DispatchArgs wrong = step.dispatch_args();
+  const Tensor short_tokens(step.tokens.data(), kNVTEBFloat16, {5, step.hidden()});
+  wrong.tokens = short_tokens.get();
+  const auto legacy = reinterpret_cast<cudaStream_t>(1);  // cudaStreamLegacy
+  for (const auto mode :
+       {cudaStreamCaptureModeRelaxed, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeGlobal}) {
+    for (const unsigned flags : {cudaStreamDefault, cudaStreamNonBlocking}) {
+      for (const cudaStream_t at : {cudaStream_t{}, legacy}) {
+        SCOPED_TRACE("mode " + std::to_string(mode) + ", flags " + std::to_string(flags));
+        cudaStream_t stream = nullptr;
+        TEST_CUDA(cudaStreamCreateWithFlags(&stream, flags));
+        TEST_CUDA(cudaStreamBeginCapture(stream, mode));
+        EXPECT_TRUE(Throws("nvte_ep_dispatch", {"tokens", "9, got [5"}, [&] { wrong.Call(at); }));
+        cudaGraph_t graph = nullptr;
+        EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+        if (graph != nullptr) TEST_CUDA(cudaGraphDestroy(graph));
+        TEST_CUDA(cudaStreamDestroy(stream));
+      }
+    }
+  }
+  step.ForwardAndBackward();
+}
+
 // Memory that was moved has to be looked into, which a capture forbids: refused with the remedy, and the capture is
 // whole.
 TEST(GraphsFromTheStart, MovedMemoryIsRefused) {

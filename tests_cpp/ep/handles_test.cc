@@ -244,6 +244,37 @@ TEST(Handles, BytesThatComeBackAreFollowedWhereAllowed) {
   EXPECT_TRUE(Throws("nvte_ep_combine_bwd", {"grad", "as many rows as the prepared"}, [&] { second.CombineBwd(); }));
 }
 
+// The same in eager mode with as many tokens, where the totals differ.
+TEST(Handles, BytesThatComeBackInEagerMode) {
+  GroupShape shape;
+  shape.allow_handle_mem_reloc = 1;
+  shape.eager = true;
+  Group group(shape);
+  Layer layer(2, 1);
+  const auto to_rank = [&](int target, std::uint64_t seed) {
+    const Routing routing = MakeRouting(
+        EvenRows(9), 2, [&](int, int row, int k) { return target * group.local_experts() + (row + k) % 4; });
+    const Reference reference(routing, Experts(group), 1);
+    return std::make_unique<Step<BFloat16>>(group, layer, routing, seed,
+                                            std::max<std::size_t>(reference.Total(World::Get().rank()), 1));
+  };
+  const auto first = to_rank(0, 2517), second = to_rank(Ranks() - 1, 2518);
+  first->Forward();
+  const std::vector<std::uint8_t> aside = layer.memory().Download();
+  second->Forward();
+  second->Backward();
+  TEST_CUDA(cudaMemcpyAsync(layer.memory().data(), aside.data(), aside.size(), cudaMemcpyHostToDevice,
+                            World::Get().stream()));
+  if (World::Get().rank() == 0) {
+    CombineBwdArgs wrong = first->combine_bwd_args();
+    const Tensor two_rows(first->grad_expert_out.data(), kNVTEBFloat16, {2, first->hidden()});
+    wrong.grad_expert_out = two_rows.get();
+    EXPECT_TRUE(Throws("nvte_ep_combine_bwd", {"grad_expert_out", "at least the rows", std::to_string(18 * Ranks())},
+                       [&] { wrong.Call(); }));
+  }
+  first->Backward();
+}
+
 // Memory that does not hold what was prepared is told from memory that its bytes were moved to.
 TEST(Handles, FreshMemoryIsNotPrepared) {
   GroupShape shape;

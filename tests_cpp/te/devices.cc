@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -56,34 +57,80 @@ NVTEEpLayerConfig LayerOfOne() {
 
 float Value(std::size_t rank, std::size_t token) { return static_cast<float>(100 * rank + token); }
 
-// Token t of rank r goes to expert (r + t) % 4, so every rank receives four rows, and combine gives every token back.
-void Step(std::size_t rank, std::vector<float>* received, std::vector<float>* result) {
+std::vector<std::int64_t> Experts(std::size_t rank) {
   std::vector<std::int64_t> experts(kTokens);
+  for (std::size_t t = 0; t < kTokens; ++t) experts[t] = static_cast<std::int64_t>((rank + t) % kExperts);
+  return experts;
+}
+
+std::vector<float> Rows(std::size_t rank) {
   std::vector<float> rows(kTokens * kHidden);
-  for (std::size_t t = 0; t < kTokens; ++t) {
-    experts[t] = static_cast<std::int64_t>((rank + t) % kExperts);
-    for (std::size_t h = 0; h < kHidden; ++h) rows[t * kHidden + h] = Value(rank, t);
+  for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = Value(rank, i / kHidden);
+  return rows;
+}
+
+// A step of one rank, on a stream of its own of the calling thread's device. Token t of rank r goes to expert (r + t) %
+// 4, so every rank receives four rows, and combine gives every token back.
+class Step {
+ public:
+  explicit Step(std::size_t rank) : topk_idx(kNVTEInt64, 8, {kTokens, 1}, Experts(rank).data()), tokens_(rank) {
+    EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
   }
-  const std::size_t capacity = kRanks * kTokens;
+  ~Step() { cudaStreamDestroy(stream); }
+  Step(const Step&) = delete;
+  Step& operator=(const Step&) = delete;
+
+  void Prepare() { nvte_ep_prepare(memory.tensor, topk_idx.tensor, nullptr, nullptr, &layer, stream); }
+  void Dispatch(std::size_t rows = kTokens) {
+    const DeviceTensor& tokens = rows == kTokens ? tokens_.all : tokens_.fewer;
+    nvte_ep_dispatch(memory.tensor, topk_idx.tensor, tokens.tensor, {}, nullptr, {}, recv.tensor, {}, nullptr, {},
+                     stream);
+  }
+  void Combine() { nvte_ep_combine(memory.tensor, recv.tensor, {}, sums.tensor, stream); }
+  // Its rows are those that were received, so what combine makes of them.
+  void DispatchBwd() {
+    nvte_ep_dispatch_bwd(memory.tensor, recv.tensor, {}, nullptr, {}, sums.tensor, nullptr, stream);
+  }
+
+  std::vector<float> Received() const { return Download(recv); }
+  std::vector<float> Sums() const { return Download(sums); }
+
   const NVTEEpLayerConfig layer = LayerOfOne();
-  const DeviceTensor memory(kNVTEByte, 1, {nvte_ep_handle_mem_size(&layer)}, nullptr);
-  const DeviceTensor topk_idx(kNVTEInt64, 8, {kTokens, 1}, experts.data());
-  const DeviceTensor tokens(kNVTEFloat32, 4, {kTokens, kHidden}, rows.data());
-  const DeviceTensor recv(kNVTEFloat32, 4, {capacity, kHidden}, nullptr);
-  const DeviceTensor sums(kNVTEFloat32, 4, {kTokens, kHidden}, nullptr);
+  const DeviceTensor memory{kNVTEByte, 1, {nvte_ep_handle_mem_size(&layer)}, nullptr};
+  const DeviceTensor topk_idx;
+  const DeviceTensor recv{kNVTEFloat32, 4, {kRanks * kTokens, kHidden}, nullptr};
+  const DeviceTensor sums{kNVTEFloat32, 4, {kTokens, kHidden}, nullptr};
   cudaStream_t stream = nullptr;
-  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
-  const NVTECommWindow none = {};
-  nvte_ep_prepare(memory.tensor, topk_idx.tensor, nullptr, nullptr, &layer, stream);
-  nvte_ep_dispatch(memory.tensor, topk_idx.tensor, tokens.tensor, none, nullptr, none, recv.tensor, none, nullptr, none,
-                   stream);
-  nvte_ep_combine(memory.tensor, recv.tensor, none, sums.tensor, stream);
-  ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-  received->resize(kTokens * kHidden);
-  result->resize(kTokens * kHidden);
-  ASSERT_EQ(cudaMemcpy(received->data(), recv.data, received->size() * 4, cudaMemcpyDeviceToHost), cudaSuccess);
-  ASSERT_EQ(cudaMemcpy(result->data(), sums.data, result->size() * 4, cudaMemcpyDeviceToHost), cudaSuccess);
-  cudaStreamDestroy(stream);
+
+ private:
+  struct Tokens {
+    explicit Tokens(std::size_t rank)
+        : all(kNVTEFloat32, 4, {kTokens, kHidden}, Rows(rank).data()),
+          fewer(kNVTEFloat32, 4, {kTokens - 1, kHidden}, Rows(rank).data()) {}
+    DeviceTensor all, fewer;
+  };
+
+  std::vector<float> Download(const DeviceTensor& rows) const {
+    std::vector<float> values(kTokens * kHidden);
+    EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    EXPECT_EQ(cudaMemcpy(values.data(), rows.data, values.size() * 4, cudaMemcpyDeviceToHost), cudaSuccess);
+    return values;
+  }
+
+  const Tokens tokens_;
+};
+
+// What a step gives: experts 2 rank and 2 rank + 1, each with one token of either rank, by source rank; and all tokens
+// back.
+void Check(std::size_t rank, const std::vector<float>& received, const std::vector<float>& sums) {
+  std::size_t row = 0;
+  for (std::size_t expert = 2 * rank; expert < 2 * rank + 2; ++expert) {
+    for (std::size_t source = 0; source < kRanks; ++source, ++row) {
+      const std::size_t token = (expert + kExperts - source) % kExperts;
+      EXPECT_EQ(received[row * kHidden], Value(source, token)) << "rank " << rank << ", row " << row;
+    }
+  }
+  for (std::size_t t = 0; t < kTokens; ++t) EXPECT_EQ(sums[t * kHidden + 7], Value(rank, t)) << "rank " << rank;
 }
 
 TEST(Devices, EachHasAGroupOfItsOwn) {
@@ -110,7 +157,12 @@ TEST(Devices, EachHasAGroupOfItsOwn) {
         config.hidden_dim = kHidden;
         config.max_token_dtype = kNVTEFloat32;
         nvte_ep_initialize(comms[rank], &config);
-        Step(rank, &received[rank], &results[rank]);
+        Step step(rank);
+        step.Prepare();
+        step.Dispatch();
+        step.Combine();
+        received[rank] = step.Received();
+        results[rank] = step.Sums();
       } catch (const std::exception& error) {
         errors[rank] = error.what();
       }
@@ -119,15 +171,7 @@ TEST(Devices, EachHasAGroupOfItsOwn) {
   for (std::thread& thread : threads) thread.join();
   for (std::size_t rank = 0; rank < kRanks; ++rank) {
     ASSERT_EQ(errors[rank], "") << "rank " << rank;
-    // Experts 2 rank and 2 rank + 1, each with one token of either rank, by source rank.
-    std::size_t row = 0;
-    for (std::size_t expert = 2 * rank; expert < 2 * rank + 2; ++expert) {
-      for (std::size_t source = 0; source < kRanks; ++source, ++row) {
-        const std::size_t token = (expert + kExperts - source) % kExperts;
-        EXPECT_EQ(received[rank][row * kHidden], Value(source, token)) << "rank " << rank << ", row " << row;
-      }
-    }
-    for (std::size_t t = 0; t < kTokens; ++t) EXPECT_EQ(results[rank][t * kHidden + 7], Value(rank, t));
+    Check(rank, received[rank], results[rank]);
   }
 
   // A tensor on another device, and a stream of another device.
@@ -217,23 +261,43 @@ class Groups {
 TEST(Devices, ACallThatWaitsKeepsNobodyElseOut) {
   const Groups groups;
   Groups::InThreads([&](std::size_t rank) {
-    const NVTEEpLayerConfig layer = LayerOfOne();
-    const std::vector<std::int64_t> experts = {0, 1, 2, 3};
-    const DeviceTensor memory(kNVTEByte, 1, {nvte_ep_handle_mem_size(&layer)}, nullptr);
-    const DeviceTensor topk_idx(kNVTEInt64, 8, {kTokens, 1}, experts.data());
-    cudaStream_t stream = nullptr;
-    ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    Step step(rank);
     for (std::size_t late = 0; late < 2 * kRanks; ++late) {
       if (rank == late % kRanks) std::this_thread::sleep_for(std::chrono::milliseconds(50));
-      nvte_ep_prepare(memory.tensor, topk_idx.tensor, nullptr, nullptr, &layer, stream);
+      step.Prepare();
       NVTEEpExtRecvTotals totals = {};
       totals.struct_size = sizeof totals;
-      nvte_ep_ext_recv_totals(memory.tensor, &totals, stream);
-      EXPECT_EQ(totals.needed, kRanks * kTokens / kRanks);
+      nvte_ep_ext_recv_totals(step.memory.tensor, &totals, step.stream);
+      EXPECT_EQ(totals.needed, kTokens);
     }
-    ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-    cudaStreamDestroy(stream);
+    ASSERT_EQ(cudaStreamSynchronize(step.stream), cudaSuccess);
   });
+}
+
+// One thread queues all of one device before it comes to the other: no call waits for what the thread has yet to queue,
+// nor does a refusal for long, also where layers of several kinds have the library look into memory.
+TEST(Devices, OneThreadDeviceByDevice) {
+  const Groups groups;
+  std::vector<std::unique_ptr<Step>> steps;
+  for (std::size_t rank = 0; rank < kRanks; ++rank) {
+    ASSERT_EQ(cudaSetDevice(static_cast<int>(rank)), cudaSuccess);
+    NVTEEpLayerConfig other = LayerOfOne();
+    other.top_k = 2;
+    EXPECT_GT(nvte_ep_handle_mem_size(&other), 0u);
+    Step& step = *steps.emplace_back(std::make_unique<Step>(rank));
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    step.Prepare();
+    step.Dispatch();
+    EXPECT_TRUE(Throws("nvte_ep_dispatch", {"tokens", "as many rows as the prepared topk_idx, 4"},
+                       [&] { step.Dispatch(kTokens - 1); }));
+    step.DispatchBwd();
+    step.DispatchBwd();
+  }
+  for (std::size_t rank = 0; rank < kRanks; ++rank) {
+    ASSERT_EQ(cudaSetDevice(static_cast<int>(rank)), cudaSuccess);
+    Check(rank, steps[rank]->Received(), steps[rank]->Sums());
+    steps[rank].reset();
+  }
 }
 
 // Steps of both ranks, and questions from two more threads a device, all at once.
@@ -254,9 +318,11 @@ TEST(Devices, ThreadsOfAllDevicesAtOnce) {
   }
   Groups::InThreads([&](std::size_t rank) {
     for (int i = 0; i < 50; ++i) {
-      std::vector<float> received, result;
-      Step(rank, &received, &result);
-      for (std::size_t t = 0; t < kTokens; ++t) ASSERT_EQ(result[t * kHidden + 7], Value(rank, t)) << "step " << i;
+      Step step(rank);
+      step.Prepare();
+      step.Dispatch();
+      step.Combine();
+      Check(rank, step.Received(), step.Sums());
     }
   });
   done = true;

@@ -154,7 +154,7 @@ fn allocate(bytes: usize, kind: crate::memory::Kind, device: &'static Device) ->
     crate::memory::allocate(bytes, kind, device.ordinal)
 }
 
-/// What the two CUDA interfaces have in common to free device memory.
+/// What the two CUDA interfaces have in common to free pinned host memory.
 fn free_pinned(pointer: *mut c_void, device: &'static Device) -> Outcome<()> {
     if pointer.is_null() {
         return Ok(());
@@ -166,6 +166,7 @@ fn free_pinned(pointer: *mut c_void, device: &'static Device) -> Outcome<()> {
     device.check()
 }
 
+/// The same for device memory.
 fn free_device(pointer: *mut c_void, device: &'static Device) -> Outcome<()> {
     if pointer.is_null() {
         return Ok(());

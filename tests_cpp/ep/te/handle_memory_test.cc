@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ep/graph.h"
@@ -126,85 +127,123 @@ void EveryReplayRefuses(Step<BFloat16>& step, const std::vector<std::string>& pa
   EXPECT_TRUE(Throws("nvte_ep_dispatch_bwd", parts, [&] { step.DispatchBwd(); }));
 }
 
-// Bytes that are moved to where another layer's handle memory was, which is freed: what lies there now counts.
-TEST(Relocation, MovedToWhereAnotherWasFreed) {
+// A place in device memory, freed and given out again.
+class Place {
+ public:
+  explicit Place(std::size_t bytes) : tensor_(Allocate(), kNVTEByte, {bytes}), data_(latest_) {}
+  ~Place() { static_cast<void>(cudaFree(data_)); }
+  Place(const Place&) = delete;
+  Place& operator=(const Place&) = delete;
+
+  NVTETensor tensor() const { return tensor_.get(); }
+  void* data() const { return data_; }
+
+  // Whether it is where it was.
+  bool FreeAndAllocate() {
+    World::Get().Wait();
+    TEST_CUDA(cudaFree(data_));
+    // The host runtime holds freed memory back until there is enough of it.
+    void* much = nullptr;
+    TEST_CUDA(cudaMalloc(&much, 6 * kBytes));
+    TEST_CUDA(cudaFree(much));
+    void* const before = data_;
+    std::vector<void*> others;
+    for (data_ = Allocate(); data_ != before && others.size() < 16; data_ = Allocate()) others.push_back(data_);
+    for (void* const other : others) TEST_CUDA(cudaFree(other));
+    return data_ == before;
+  }
+
+ private:
+  // Large allocations get places of their own, which come back.
+  static constexpr std::size_t kBytes = std::size_t{48} << 20;
+
+  static void* Allocate() {
+    TEST_CUDA(cudaMalloc(&latest_, kBytes));
+    return latest_;
+  }
+
+  inline static void* latest_ = nullptr;
+  Tensor tensor_;
+  void* data_;
+};
+
+// Bytes of a layer that are moved to where another layer's handle memory was, which is freed: what lies there now
+// counts. The second layer's kind may be new to the group only then.
+void MovedToWhereAnotherWasFreed(bool both_kinds_known, std::size_t rows) {
   GroupShape shape;
   shape.top_k = 4;
   Group group(shape);
-  Layer large(4, 1), small(2, 1);
-  Step<BFloat16> first(group, large, RandomRouting(EvenRows(20), 4, Experts(group), 6712), 6712);
-  Step<BFloat16> second(group, small, RandomRouting(EvenRows(11), 2, Experts(group), 6713), 6713);
-  const std::size_t bytes = large.memory().size();
-  void* place = nullptr;
-  TEST_CUDA(cudaMalloc(&place, bytes));
-  const Tensor there(place, kNVTEByte, {bytes});
-  first.UseHandle(there.get());
+  Layer large(4, 1);
+  std::optional<Layer> small;
+  if (both_kinds_known) small.emplace(2, 1);
+  Step<BFloat16> first(group, large, RandomRouting(EvenRows(rows), 4, Experts(group), 6712), 6712);
+  Place place(large.memory().size());
+  first.UseHandle(place.tensor());
   first.Prepare();
   first.Dispatch();
+  const bool same = place.FreeAndAllocate();
+  if (!small) small.emplace(2, 1);
+  Step<BFloat16> second(group, *small, RandomRouting(EvenRows(11), 2, Experts(group), 6713), 6713);
   second.Prepare();
-  World::Get().Wait();
-  TEST_CUDA(cudaFree(place));
-  // The host runtime holds freed memory back until there is enough of it.
-  void* much = nullptr;
-  TEST_CUDA(cudaMalloc(&much, 64 << 20));
-  TEST_CUDA(cudaFree(much));
-  std::vector<void*> others;
-  void* again = nullptr;
-  for (int i = 0; i < 64 && again != place; ++i) {
-    if (again != nullptr) others.push_back(again);
-    TEST_CUDA(cudaMalloc(&again, bytes));
-  }
-  for (void* const other : others) TEST_CUDA(cudaFree(other));
-  const bool same = again == place;
-  if (same) {
-    TEST_CUDA(cudaMemcpyAsync(place, small.memory().data(), small.memory().size(), cudaMemcpyDeviceToDevice,
-                              World::Get().stream()));
-    second.UseHandle(there.get());
-    second.Dispatch();
-    second.CheckReceived();
-    second.CombineBwd();
-    second.CheckCombineBwd();
-  }
   // Some ranks may have got the place, and others not.
-  if (!same) {
-    second.Dispatch();
-    second.CheckReceived();
-    second.CombineBwd();
-    second.CheckCombineBwd();
+  if (same) {
+    TEST_CUDA(cudaMemcpyAsync(place.data(), small->memory().data(), small->memory().size(), cudaMemcpyDeviceToDevice,
+                              World::Get().stream()));
+    second.UseHandle(place.tensor());
   }
-  World::Get().Wait();
-  TEST_CUDA(cudaFree(again));
+  second.CombineBwd();
+  second.CheckCombineBwd();
+  second.Dispatch();
+  second.CheckReceived();
   int got = same ? 1 : 0;
   MPI_Allreduce(MPI_IN_PLACE, &got, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
   if (got == 0) GTEST_SKIP() << "no rank was given the address again";
 }
 
+TEST(Relocation, MovedToWhereAnotherWasFreed) { MovedToWhereAnotherWasFreed(true, 20); }
+TEST(Relocation, MovedToWhereAnotherOfAsManyTokensWasFreed) { MovedToWhereAnotherWasFreed(true, 11); }
+TEST(Relocation, MovedToWhereTheOnlyKindWasFreed) { MovedToWhereAnotherWasFreed(false, 11); }
+
 // Handle memory as a caching allocator gives it, all of it in one allocation: bytes that are moved to where another
 // layer's were, which the driver cannot tell from those, count as what they are, whichever call comes first.
+struct TwoSlices {
+  TwoSlices(const Layer& kept, const Layer& other)
+      : slice((std::max(kept.memory().size(), other.memory().size()) + 255) / 256 * 256),
+        memory(2 * slice),
+        // As large as the layers' memory is, not as the place.
+        first(memory.data(), kNVTEByte, {kept.memory().size()}),
+        second(memory.data() + slice, kNVTEByte, {kept.memory().size()}),
+        others(memory.data() + slice, kNVTEByte, {other.memory().size()}) {}
+
+  // What is in the first is in the second, and garbage in the first.
+  void Move() {
+    const cudaStream_t stream = World::Get().stream();
+    TEST_CUDA(cudaMemcpyAsync(memory.data() + slice, memory.data(), slice, cudaMemcpyDeviceToDevice, stream));
+    TEST_CUDA(cudaMemsetAsync(memory.data(), 0xcb, slice, stream));
+  }
+
+  const std::size_t slice;
+  DeviceBuffer<std::uint8_t> memory;
+  const Tensor first, second, others;
+};
+
 template <typename Given>
 void MoveWithinOneAllocation(const GroupShape& shape, int calls, std::uint64_t seed, Given&& given) {
   Group group(shape);
   Layer kept(2, 1), other(4, shape.alignment);
-  const std::size_t slice = (std::max(kept.memory().size(), other.memory().size()) + 255) / 256 * 256;
-  DeviceBuffer<std::uint8_t> memory(2 * slice);
-  // As large as the layers' memory is, not as the place.
-  const Tensor first(memory.data(), kNVTEByte, {kept.memory().size()});
-  const Tensor second(memory.data() + slice, kNVTEByte, {kept.memory().size()});
-  const Tensor others(memory.data() + slice, kNVTEByte, {other.memory().size()});
+  TwoSlices slices(kept, other);
   for (int call = 0; call < calls; ++call) {
     SCOPED_TRACE("call " + std::to_string(call));
     auto step = given(group, kept, 9, seed + call);
     auto gone = given(group, other, 20, seed + 50 + call);
-    gone->UseHandle(others.get());
+    gone->UseHandle(slices.others.get());
     gone->Forward();
     // Of as many tokens, only a step that is over is told from this one.
     if (gone->rows() == step->rows()) gone->Backward();
-    step->UseHandle(first.get());
+    step->UseHandle(slices.first.get());
     step->Prepare();
-    TEST_CUDA(
-        cudaMemcpyAsync(memory.data() + slice, memory.data(), slice, cudaMemcpyDeviceToDevice, World::Get().stream()));
-    TEST_CUDA(cudaMemsetAsync(memory.data(), 0xcb, slice, World::Get().stream()));
-    step->UseHandle(second.get());
+    slices.Move();
+    step->UseHandle(slices.second.get());
     for (int i = 0; i < 4; ++i) {
       switch ((call + i) % 4) {
         case 0:
@@ -297,6 +336,99 @@ TEST(Relocation, CapturedWhereAGraphPreparedBefore) {
       step.CheckCombined();
     }
   }
+}
+
+// A wrong call at the new place is refused, and the right one after it works: after a step that is over, after one of
+// other token counts, and both.
+TEST(Relocation, ARefusedCallFirstWhereAnotherWas) {
+  GroupShape shape;
+  shape.top_k = 4;
+  Group group(shape);
+  Layer kept(2, 1), other(4, 1);
+  TwoSlices slices(kept, other);
+  for (const auto& [rows, over] : {std::pair(9, true), std::pair(20, false), std::pair(20, true)}) {
+    SCOPED_TRACE(std::to_string(rows) + (over ? " rows, over" : " rows"));
+    Step<BFloat16> step(group, kept, RandomRouting(EvenRows(9), 2, Experts(group), 6730), 6730);
+    Step<BFloat16> gone(group, other, RandomRouting(EvenRows(rows), 4, Experts(group), 6731), 6731);
+    gone.UseHandle(slices.others.get());
+    gone.Forward();
+    if (over) gone.Backward();
+    step.UseHandle(slices.first.get());
+    step.Prepare();
+    slices.Move();
+    step.UseHandle(slices.second.get());
+    DispatchArgs wrong = step.dispatch_args();
+    const Tensor short_tokens(step.tokens.data(), kNVTEBFloat16, {5, step.hidden()});
+    wrong.tokens = short_tokens.get();
+    EXPECT_TRUE(
+        Throws("nvte_ep_dispatch", {"tokens", "as many rows as the prepared topk_idx, 9"}, [&] { wrong.Call(); }));
+    step.Dispatch();
+    step.CheckReceived();
+    step.Combine();
+    step.CheckCombined();
+    step.Backward();
+  }
+}
+
+// A step that is over is used once more, as a recomputation does; it is still over.
+TEST(Relocation, MovedToWhereAnotherWasUsedOnceMore) {
+  GroupShape shape;
+  shape.top_k = 4;
+  Group group(shape);
+  Layer kept(2, 1), other(4, 1);
+  TwoSlices slices(kept, other);
+  Step<BFloat16> step(group, kept, RandomRouting(EvenRows(9), 2, Experts(group), 6732), 6732);
+  Step<BFloat16> gone(group, other, RandomRouting(EvenRows(9), 4, Experts(group), 6733), 6733);
+  gone.UseHandle(slices.others.get());
+  gone.ForwardAndBackward();
+  gone.Dispatch();
+  gone.CheckReceived();
+  step.UseHandle(slices.first.get());
+  step.Prepare();
+  slices.Move();
+  step.UseHandle(slices.second.get());
+  step.CombineBwd();
+  step.CheckCombineBwd();
+  step.Combine();
+  step.CheckCombined();
+  step.DispatchBwd();
+  step.CheckDispatchBwd();
+}
+
+// In eager mode, with one kind of layer, as many tokens, and only the totals different: the receive side has to hold
+// those of what is here now.
+TEST(Relocation, TotalsInEagerMode) {
+  GroupShape shape;
+  shape.eager = true;
+  Group group(shape);
+  Layer layer(2, 1);
+  TwoSlices slices(layer, layer);
+  const auto to_rank = [&](int target, std::uint64_t seed) {
+    const Routing routing = MakeRouting(
+        EvenRows(9), 2, [&](int, int row, int k) { return target * group.local_experts() + (row + k) % 4; });
+    const Reference reference(routing, Experts(group), 1);
+    return std::make_unique<Step<BFloat16>>(group, layer, routing, seed,
+                                            std::max<std::size_t>(reference.Total(World::Get().rank()), 1));
+  };
+  const auto gone = to_rank(1, 6734), step = to_rank(0, 6735);
+  gone->UseHandle(slices.others.get());
+  gone->Forward();
+  gone->Backward();
+  step->UseHandle(slices.first.get());
+  step->Prepare();
+  slices.Move();
+  step->UseHandle(slices.second.get());
+  if (World::Get().rank() == 0) {
+    const std::string total = std::to_string(18 * World::Get().size());
+    DispatchArgs wrong = step->dispatch_args();
+    const Tensor two_rows(step->recv_tokens.data(), kNVTEBFloat16, {2, step->hidden()});
+    wrong.recv_tokens = two_rows.get();
+    EXPECT_TRUE(Throws("nvte_ep_dispatch", {"recv_tokens", "at least the rows", total}, [&] { wrong.Call(); }));
+  }
+  step->Dispatch();
+  step->CheckReceived();
+  step->Combine();
+  step->CheckCombined();
 }
 
 TEST(Relocation, PoisonedMemoryIsNotPrepared) {
