@@ -3,7 +3,7 @@
 # usage: test.sh BUNDLE      BUNDLE is what bundle.sh gathered
 # Needs in the environment: Open MPI; libcudart, NCCL and NCCL EP on LD_LIBRARY_PATH; NCCL EP's compiler settings where they
 # are not found by themselves (docs/environment.md); for several ranks on one GPU a running MPS and
-# NCCL_MULTI_RANK_GPU_ENABLE=1. SECONDS_EACH limits every run (default 150).
+# NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0. SECONDS_EACH limits every run (default 150).
 . "$(dirname "$0")/../common.sh"
 bundle=$(cd "${1:?usage: test.sh BUNDLE}" && pwd)
 export LD_LIBRARY_PATH=$bundle:${LD_LIBRARY_PATH:-} OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

@@ -65,16 +65,16 @@ namespace {
 using test::Tensor;
 using Clock = std::chrono::steady_clock;
 
-constexpr int kCalls = 20000, kWarm = 200;
+constexpr int kCalls = 20000;
 
 // Median of two readings of the clock with nothing between.
 std::int64_t clock_cost = 0;
 std::int64_t latest_median = 0;
 
-// Median nanoseconds of a call, less those of reading the clock, and allocations of all; prints them.
+// Median nanoseconds of a call after the first, less those of reading the clock, and allocations of all; prints them.
 template <typename Call>
 bool Measure(const char* name, Call&& call) {
-  for (int i = 0; i < kWarm; ++i) call();
+  call();
   std::vector<std::int64_t> times(kCalls);
   allocations = 0;
   for (int i = 0; i < kCalls; ++i) {

@@ -252,11 +252,7 @@ TEST(Handles, BytesThatComeBackInEagerMode) {
   Group group(shape);
   Layer layer(2, 1);
   const auto to_rank = [&](int target, std::uint64_t seed) {
-    const Routing routing = MakeRouting(
-        EvenRows(9), 2, [&](int, int row, int k) { return target * group.local_experts() + (row + k) % 4; });
-    const Reference reference(routing, Experts(group), 1);
-    return std::make_unique<Step<BFloat16>>(group, layer, routing, seed,
-                                            std::max<std::size_t>(reference.Total(World::Get().rank()), 1));
+    return EagerStep(group, layer, ToRank(target, EvenRows(9), group.local_experts()), seed);
   };
   const auto first = to_rank(0, 2517), second = to_rank(Ranks() - 1, 2518);
   first->Forward();

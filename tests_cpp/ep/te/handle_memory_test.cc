@@ -296,9 +296,7 @@ TEST(Relocation, MovedToWhereAnotherWasInEagerMode) {
   shape.eager = true;
   MoveWithinOneAllocation(shape, 4, 6718, [](const Group& group, const Layer& layer, int, std::uint64_t seed) {
     // As many tokens for both: only the totals differ.
-    const Routing routing = RandomRouting(EvenRows(9), layer.top_k(), Experts(group), seed);
-    const Reference reference(routing, Experts(group), layer.alignment());
-    return std::make_unique<Step<BFloat16>>(group, layer, routing, seed, reference.Total(World::Get().rank()));
+    return EagerStep(group, layer, RandomRouting(EvenRows(9), layer.top_k(), Experts(group), seed), seed);
   });
 }
 
@@ -404,11 +402,7 @@ TEST(Relocation, TotalsInEagerMode) {
   Layer layer(2, 1);
   TwoSlices slices(layer, layer);
   const auto to_rank = [&](int target, std::uint64_t seed) {
-    const Routing routing = MakeRouting(
-        EvenRows(9), 2, [&](int, int row, int k) { return target * group.local_experts() + (row + k) % 4; });
-    const Reference reference(routing, Experts(group), 1);
-    return std::make_unique<Step<BFloat16>>(group, layer, routing, seed,
-                                            std::max<std::size_t>(reference.Total(World::Get().rank()), 1));
+    return EagerStep(group, layer, ToRank(target, EvenRows(9), group.local_experts()), seed);
   };
   const auto gone = to_rank(1, 6734), step = to_rank(0, 6735);
   gone->UseHandle(slices.others.get());
