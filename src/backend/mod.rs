@@ -868,8 +868,11 @@ impl Backend {
                 let stamp = unsafe { self.read_stamp(memory, stream) }?;
                 let (config, prepared) = stamp.read(self.epoch).ok_or_else(|| not_prepared(handle))?;
                 self.handles.found_here(handle.key, memory, &config);
-                if other {
+                if known.is_some_and(|(_, at)| at == memory) {
+                    // Captured calls go by it, where a graph's prepare is not theirs.
                     self.handles.moved_here(handle.key, memory, &config, prepared);
+                }
+                if other {
                     self.allocations.insert(memory, self.base.cuda.allocation_id(memory)?);
                 }
                 (config, Some(prepared))

@@ -336,6 +336,28 @@ TEST(Relocation, CapturedWhereAGraphPreparedBefore) {
   }
 }
 
+// The same with nothing else than the indices' type.
+TEST(Relocation, CapturedWhereAGraphPreparedOtherIndices) {
+  Group group{GroupShape()};
+  Layer former(2, 1), layer(2, 1);
+  const Routing routing = RandomRouting(EvenRows(10), 2, Experts(group), 6726);
+  Step<BFloat16> before(group, former, routing, 6726);
+  before.ForwardAndBackward();
+  UploadInputs(before);
+  Graph([&] { EnqueueAll(before); }).Launch();
+  Step<BFloat16, std::int32_t> step(group, layer, routing, 6727);
+  step.Prepare();
+  CopyOnDevice(former.memory().data(), layer.memory().data(), layer.memory().size());
+  step.UseHandle(former.handle());
+  step.Dispatch();
+  step.CheckReceived();
+  step.recv_tokens.Clear();
+  step.recv_weights.Clear();
+  const Graph dispatches([&] { step.dispatch_args().Call(); });
+  dispatches.Launch();
+  step.CheckReceived();
+}
+
 // A wrong call at the new place is refused, and the right one after it works: after a step that is over, after one of
 // other token counts, and both.
 TEST(Relocation, ARefusedCallFirstWhereAnotherWas) {
