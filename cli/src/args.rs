@@ -2,7 +2,8 @@
 
 use crate::element::Dtype;
 use crate::routing::Problem;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+use std::ffi::OsString;
 
 /// Expert-parallel dispatch and combine: run it and check it.
 #[derive(Debug, Parser)]
@@ -22,9 +23,9 @@ pub enum Command {
     ///
     /// Each rank finds its place in the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
     /// MASTER_PORT) and of Open MPI (OMPI_COMM_WORLD_RANK and so on), and in NVTE_EP_LAUNCH_DIRECTORY a directory of the run's
-    /// own. Its lines are printed with its rank before them. Signals are passed on. When a rank fails, the others have
-    /// a grace time to end by themselves; the exit code is that of the first one that failed, 128 + the signal that
-    /// ended it, or 124 where the time was up.
+    /// own. Its lines are printed with its rank before them; its standard input is /dev/null. Signals are passed on. When a
+    /// rank fails, the others have a grace time to end by themselves; the exit code is that of the first one that failed,
+    /// 128 + the signal that ended it, or 124 where the time was up. What the ranks have started ends with the run.
     Launch(LaunchArgs),
 }
 
@@ -55,6 +56,36 @@ pub enum LaunchRuntime {
     Cuda,
 }
 
+/// The command line with mpirun's `-np N` written as `--ranks N`: to clap it would be `-n p`. What follows the program's name,
+/// or `--`, is the program's.
+pub fn normalized(arguments: impl Iterator<Item = OsString>) -> Vec<OsString> {
+    let mut arguments: Vec<OsString> = arguments.collect();
+    let command = Cli::command();
+    let Some(subcommand) = arguments.get(1).and_then(|name| command.find_subcommand(name)) else { return arguments };
+    let takes_value = |token: &str| {
+        token == "-np"
+            || subcommand.get_arguments().filter(|argument| argument.get_action().takes_values()).any(|argument| {
+                argument.get_short().is_some_and(|short| token == format!("-{short}"))
+                    || argument.get_long().is_some_and(|long| token == format!("--{long}"))
+                    || argument
+                        .get_all_aliases()
+                        .is_some_and(|all| all.iter().any(|alias| token == format!("--{alias}")))
+            })
+    };
+    let mut at = 2;
+    while let Some(token) = arguments.get(at).and_then(|token| token.to_str()).filter(|token| token.starts_with('-')) {
+        if token == "--" {
+            break;
+        }
+        let step = if takes_value(token) { 2 } else { 1 };
+        if token == "-np" {
+            arguments[at] = "--ranks".into();
+        }
+        at += step;
+    }
+    arguments
+}
+
 fn ranks(text: &str) -> Result<usize, String> {
     let ranks = text.parse().ok().filter(|ranks| (1..=1024).contains(ranks));
     ranks.ok_or_else(|| "the number of ranks must be 1 to 1024".to_owned())
@@ -65,10 +96,11 @@ fn ranks(text: &str) -> Result<usize, String> {
 pub struct LaunchArgs {
     /// Ranks to start.
     #[arg(short = 'n', long, value_name = "N", value_parser = ranks, default_value_t = DEFAULT_RANKS)]
+    #[arg(visible_aliases = ["np", "nproc-per-node"], alias = "nproc_per_node")]
     pub ranks: usize,
-    /// Where the program runs.
-    #[arg(long, value_enum, default_value_t = LaunchRuntime::Host)]
-    pub runtime: LaunchRuntime,
+    /// Where the program runs [default: NVTE_EP_RUNTIME if set; else host].
+    #[arg(long, value_enum)]
+    pub runtime: Option<LaunchRuntime>,
     /// Seconds that the other ranks have when one has failed, or a signal has come, before they are ended.
     #[arg(long, value_name = "S", default_value_t = 5, value_parser = clap::value_parser!(u64).range(..=MOST_SECONDS))]
     pub grace: u64,
@@ -77,7 +109,7 @@ pub struct LaunchArgs {
     pub timeout: Option<u64>,
     /// The program and its arguments.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
-    pub program: Vec<std::ffi::OsString>,
+    pub program: Vec<OsString>,
 }
 
 /// Which runtime the run asks for.
@@ -95,7 +127,7 @@ pub enum RuntimeArg {
 #[derive(Debug, Clone, Args)]
 pub struct SharedArgs {
     /// Ranks to start [default: 4; under a launcher, as many as it started].
-    #[arg(long, value_name = "N")]
+    #[arg(short = 'n', long, value_name = "N", visible_aliases = ["np", "nproc-per-node"], alias = "nproc_per_node")]
     pub ranks: Option<usize>,
     /// Most tokens a rank sends in one step.
     #[arg(long, value_name = "T", default_value_t = 512)]
@@ -293,7 +325,6 @@ impl SharedArgs {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     fn job(subcommand: &str, extra: &[&str]) -> Job {
         let all = ["nvte-ep", subcommand].into_iter().chain(extra.iter().copied());
@@ -347,6 +378,27 @@ mod tests {
         assert_eq!(bench(&["--hidden", "1032"]).unwrap_err(), text);
         assert_eq!(bench(&["--iterations", "0"]).unwrap_err(), "--iterations must be 1 to 1000000, got 0");
         assert!(bench(&["--experts", "18"]).unwrap_err().starts_with("--experts must be a multiple of the 4 ranks"));
+    }
+
+    #[test]
+    fn ranks_as_mpirun_and_torchrun_call_them() {
+        let launch = |words: &str| {
+            let words = words.split(' ').map(OsString::from);
+            match Cli::try_parse_from(normalized(words)).unwrap().command {
+                Command::Launch(args) => (args.ranks, args.program),
+                other => panic!("{other:?}"),
+            }
+        };
+        for option in
+            ["-n 2", "-np 2", "--np 2", "--ranks=2", "--nproc-per-node 2", "--nproc_per_node=2", "--grace 1 -np 2"]
+        {
+            let expected = ["program", "-np", "3"].map(OsString::from).to_vec();
+            assert_eq!(launch(&format!("nvte-ep launch {option} program -np 3")), (2, expected.clone()), "{option}");
+            assert_eq!(launch(&format!("nvte-ep launch {option} -- program -np 3")), (2, expected), "{option}");
+        }
+        let words = ["nvte-ep", "run", "--json", "-np", "2"].map(OsString::from);
+        let Command::Job(job) = Cli::try_parse_from(normalized(words.into_iter())).unwrap().command else { panic!() };
+        assert_eq!(job.shared().ranks, Some(2));
     }
 
     #[test]

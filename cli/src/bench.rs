@@ -7,7 +7,7 @@ use crate::digest::Digest;
 use crate::library::{Library, NO_WINDOW, Tensor};
 use crate::parallel;
 use crate::progress::Progress;
-use crate::rendezvous::Meeting;
+use crate::rendezvous::Rendezvous;
 use crate::report::{BENCH_CALLS, DigestLine, ModeMemory, ModeReport, RankReport, median};
 use crate::session::{Session, Setup, mapped_file};
 use half::bf16;
@@ -103,11 +103,11 @@ struct Bench<'a> {
 pub fn run(
     setup: &Setup,
     transfer: TransferArg,
-    meeting: &Meeting,
+    rendezvous: &Rendezvous,
     progress: &Progress,
     report: &mut RankReport,
 ) -> Outcome<()> {
-    let session = Session::join(setup, meeting, progress, report)?;
+    let session = Session::join(setup, rendezvous, progress, report)?;
     progress.at(0, "preparing inputs");
     let problem = setup.problem;
     let demand = problem.uniform_demand().max(problem.tokens);

@@ -1,8 +1,9 @@
 //! The `nvte-ep` command.
 //!
 //! `run` takes a mixture-of-experts layer through libnvte_ep.so on several ranks and checks every output; `bench` times
-//! staged against zero-copy groups; `launch`, [`program`], starts any program on several ranks.
-//! [`args`]: the command line. [`runtime`]: CUDA or host. [`launch`], [`rendezvous`]: the ranks. [`library`],
+//! staged against zero-copy groups; [`mod@launch`] starts any program on several ranks.
+//! [`args`]: the command line. [`runtime`]: CUDA or host. [`process`], [`supervise`], [`guard`]: ranks that this command
+//! starts. [`launched`]: ranks that mpirun and others start. [`rendezvous`], [`directory`]: how ranks meet. [`library`],
 //! [`device`]: what they call. [`session`]: a rank's libraries and communicator. [`step`], [`mod@bench`]: what
 //! a rank does. [`routing`]: its inputs. [`experts`]: the experts.
 //! [`mod@reference`], [`emulate`], [`compare`]: what should come out. [`report`], [`digest`]: what is printed.
@@ -12,13 +13,16 @@ mod bench;
 mod compare;
 mod device;
 mod digest;
+mod directory;
 mod element;
 mod emulate;
 mod experts;
+mod guard;
 mod launch;
+mod launched;
 mod library;
 mod parallel;
-mod program;
+mod process;
 mod progress;
 mod reference;
 mod rendezvous;
@@ -27,16 +31,17 @@ mod routing;
 mod runtime;
 mod session;
 mod step;
+mod supervise;
 
 use args::{Cli, Command, Job};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
 use element::Dtype;
 use half::{bf16, f16};
-use launch::{Place, Start, Ticket};
+use launched::LaunchedRank;
 use nvte_ep_core::error::Error;
 use progress::Progress;
-use rendezvous::Meeting;
+use rendezvous::Rendezvous;
 use report::{RankReport, RunReport};
 use routing::Problem;
 use runtime::{Choice, Plan};
@@ -45,6 +50,7 @@ use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use supervise::{Start, Ticket};
 
 /// Why something could not be done, in words.
 #[derive(Debug)]
@@ -81,25 +87,34 @@ impl From<Error> for Failure {
 pub type Outcome<T> = Result<T, Failure>;
 
 fn main() -> ExitCode {
+    process::keep_ended_children();
+    if let Some(directory) = std::env::var_os(guard::GUARD_VARIABLE) {
+        guard::main(directory.into());
+        return ExitCode::SUCCESS;
+    }
     if std::env::var_os(runtime::PROBE_VARIABLE).is_some() {
         runtime::probe_main();
         return ExitCode::SUCCESS;
     }
-    let command = match Cli::parse().command {
+    let cli = Cli::try_parse_from(args::normalized(std::env::args_os())).unwrap_or_else(|error| end_by_clap(&error));
+    let command = match cli.command {
         Command::Job(job) => job,
         Command::Launch(args) => {
-            return program::run(&args).unwrap_or_else(|error| {
+            let variable = std::env::var(runtime::RUNTIME_VARIABLE).ok();
+            let runtime = runtime::for_launch(args.runtime, variable.as_deref());
+            let runtime = runtime.unwrap_or_else(|error| refuse("launch", &error));
+            return launch::run(&args, runtime).unwrap_or_else(|error| {
                 eprintln!("nvte-ep launch: {error}");
                 ExitCode::FAILURE
             });
         }
     };
-    let outcome = match std::env::var(launch::TICKET_VARIABLE) {
+    let outcome = match std::env::var(supervise::TICKET_VARIABLE) {
         Ok(ticket) => started_rank(&command, &ticket),
-        Err(_) => match launch::detect(|name| std::env::var(name).ok()) {
-            Ok(Some(place)) => launched_rank(&command, &place),
+        Err(_) => match launched::detect(|name| std::env::var(name).ok()) {
+            Ok(Some(launched)) => launched_rank(&command, &launched),
             Ok(None) => parent(&command),
-            Err(error) => refuse(&command, &error),
+            Err(error) => refuse(command.name(), &error),
         },
     };
     outcome.unwrap_or_else(|error| {
@@ -108,23 +123,32 @@ fn main() -> ExitCode {
     })
 }
 
+/// Ends with what clap has to say, help and the version included; with an error where that cannot be written.
+fn end_by_clap(error: &clap::Error) -> ! {
+    if let (false, Err(lost)) = (error.use_stderr(), error.print().and_then(|()| std::io::stdout().flush())) {
+        eprintln!("nvte-ep: cannot write to standard output: {lost}");
+        std::process::exit(1);
+    }
+    std::process::exit(error.exit_code());
+}
+
 /// Ends with a message in the manner of clap, exit code 2.
-fn refuse(command: &Job, error: &str) -> ! {
+fn refuse(subcommand: &str, error: &str) -> ! {
     let mut all = Cli::command();
     all.build();
-    let named = all.find_subcommand_mut(command.name()).map(|named| named.error(ErrorKind::ValueValidation, error));
+    let named = all.find_subcommand_mut(subcommand).map(|named| named.error(ErrorKind::ValueValidation, error));
     named.map_or_else(|| std::process::exit(2), |error| error.exit())
 }
 
 /// The layer, the runtime and what it takes, or a refusal.
 fn prepare(command: &Job, ranks: usize) -> (Problem, Choice, Plan) {
     let shared = command.shared();
-    let problem = command.problem(ranks).unwrap_or_else(|error| refuse(command, &error));
-    let variable = std::env::var("NVTE_EP_RUNTIME").ok();
+    let problem = command.problem(ranks).unwrap_or_else(|error| refuse(command.name(), &error));
+    let variable = std::env::var(runtime::RUNTIME_VARIABLE).ok();
     let choice = runtime::choose(shared.runtime, variable.as_deref(), runtime::probe)
-        .unwrap_or_else(|error| refuse(command, &error));
+        .unwrap_or_else(|error| refuse(command.name(), &error));
     let plan = runtime::plan(&choice, ranks, shared.max_sms, runtime::mps_runs())
-        .unwrap_or_else(|error| refuse(command, &error));
+        .unwrap_or_else(|error| refuse(command.name(), &error));
     (problem, choice, plan)
 }
 
@@ -149,11 +173,12 @@ fn parent(command: &Job) -> Outcome<ExitCode> {
         timeout: Duration::from_secs(shared.timeout),
         verbose: shared.verbose,
     };
-    match launch::supervise(&start)? {
+    match supervise::supervise(&start)? {
         Ok(reports) => print(command, problem, &choice, &plan, reports),
         Err(signal) => {
+            let signal = signal.as_raw();
             eprintln!("nvte-ep {}: ended by signal {signal}", command.name());
-            Ok(ExitCode::from(u8::try_from(128 + signal).unwrap_or(1)))
+            Ok(ExitCode::from(process::Ending::Signal(signal).exit_code()))
         }
     }
 }
@@ -192,7 +217,9 @@ fn print(command: &Job, problem: Problem, choice: &Choice, plan: &Plan, ranks: V
     if json {
         text.push('\n');
     }
-    std::io::stdout().write_all(text.as_bytes())?;
+    let mut out = std::io::stdout().lock();
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    written.map_err(|error| format!("cannot write to standard output: {error}"))?;
     Ok(if report.passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -201,52 +228,52 @@ fn started_rank(command: &Job, ticket: &str) -> Outcome<ExitCode> {
     let ticket: Ticket = serde_json::from_str(ticket)?;
     let problem = command.problem(ticket.size)?;
     let progress = match ticket.rank {
-        0 => Progress::file(ticket.directory.join(launch::PROGRESS_FILE)),
+        0 => Progress::file(ticket.directory.join(supervise::PROGRESS_FILE)),
         _ => Progress::silent(),
     };
     let limit = Duration::from_secs(command.shared().timeout);
-    let meeting = Meeting::fresh(ticket.directory, ticket.rank, ticket.size, limit);
+    let rendezvous = Rendezvous::fresh(ticket.directory, ticket.rank, ticket.size, limit);
     let rank = Rank { command, problem: &problem, rank: ticket.rank, local_rank: ticket.rank, max_sms: ticket.max_sms };
-    let report = rank.run(&Arc::new(meeting), &Arc::new(progress))?;
+    let report = rank.run(&Arc::new(rendezvous), &Arc::new(progress))?;
     Ok(if report.error.is_none() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// A rank that an external launcher started; rank 0 prints for all.
-fn launched_rank(command: &Job, place: &Place) -> Outcome<ExitCode> {
-    if command.shared().ranks.is_some_and(|ranks| ranks != place.size) {
+fn launched_rank(command: &Job, launched: &LaunchedRank) -> Outcome<ExitCode> {
+    if command.shared().ranks.is_some_and(|ranks| ranks != launched.size) {
         refuse(
-            command,
-            &format!("{} started {} ranks: leave --ranks out or make it the same", place.launcher, place.size),
+            command.name(),
+            &format!("{} started {} ranks: leave --ranks out or make it the same", launched.launcher, launched.size),
         );
     }
-    let (problem, choice, plan) = prepare(command, place.size);
+    let (problem, choice, plan) = prepare(command, launched.size);
     for (name, value) in variables(&choice, &plan) {
         // SAFETY: this is the only thread so far.
         unsafe { std::env::set_var(name, value) };
     }
-    let first = place.rank == 0;
+    let first = launched.rank == 0;
     if first {
         announce(&choice, &plan);
     }
     let limit = Duration::from_secs(command.shared().timeout);
-    let directory = rendezvous::job_directory(&place.job)?;
-    let meeting = Arc::new(Meeting::shared(directory, place.rank, place.size, limit));
+    let (directory, _lock) = directory::job_directory(&launched.job)?;
+    let rendezvous = Arc::new(Rendezvous::shared(directory, launched.rank, launched.size, limit));
     let progress = Arc::new(if first { Progress::shown(problem.steps) } else { Progress::silent() });
-    let (rank, local_rank) = (place.rank, place.local_rank);
+    let (rank, local_rank) = (launched.rank, launched.local_rank);
     let report =
-        Rank { command, problem: &problem, rank, local_rank, max_sms: plan.max_sms }.run(&meeting, &progress)?;
+        Rank { command, problem: &problem, rank, local_rank, max_sms: plan.max_sms }.run(&rendezvous, &progress)?;
     progress.finish();
     if let Some(error) = report.error {
-        eprintln!("nvte-ep {}: rank {} failed: {error}", command.name(), place.rank);
-        meeting.abandon();
+        eprintln!("nvte-ep {}: rank {} failed: {error}", command.name(), launched.rank);
+        rendezvous.abandon();
         return Ok(ExitCode::FAILURE);
     }
     if !first {
-        let passed = meeting.conclude(None)?;
+        let passed = rendezvous.conclude(None)?;
         return Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE });
     }
-    let code = print(command, problem, &choice, &plan, meeting.collect()?)?;
-    meeting.conclude(Some(code == ExitCode::SUCCESS))?;
+    let code = print(command, problem, &choice, &plan, rendezvous.collect()?)?;
+    rendezvous.conclude(Some(code == ExitCode::SUCCESS))?;
     Ok(code)
 }
 
@@ -261,9 +288,9 @@ struct Rank<'a> {
 
 impl Rank<'_> {
     /// Runs the steps and leaves the report, which holds the error if there was one.
-    fn run(&self, meeting: &Arc<Meeting>, progress: &Arc<Progress>) -> Outcome<RankReport> {
+    fn run(&self, rendezvous: &Arc<Rendezvous>, progress: &Arc<Progress>) -> Outcome<RankReport> {
         let limit = Duration::from_secs(self.command.shared().timeout);
-        watchdog(self.command.name(), self.rank, Arc::clone(meeting), Arc::clone(progress), limit);
+        watchdog(self.command.name(), self.rank, Arc::clone(rendezvous), Arc::clone(progress), limit);
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let setup = session::Setup {
             problem: self.problem,
@@ -274,17 +301,17 @@ impl Rank<'_> {
         };
         let mut report = RankReport { rank: self.rank, ..RankReport::default() };
         let outcome = match self.command {
-            Job::Bench(args) => bench::run(&setup, args.transfer, meeting, progress, &mut report),
+            Job::Bench(args) => bench::run(&setup, args.transfer, rendezvous, progress, &mut report),
             Job::Run(args) => match args.dtype {
-                Dtype::Bf16 => step::run::<bf16>(&setup, args.digest, meeting, progress, &mut report),
-                Dtype::F16 => step::run::<f16>(&setup, args.digest, meeting, progress, &mut report),
-                Dtype::F32 => step::run::<f32>(&setup, args.digest, meeting, progress, &mut report),
+                Dtype::Bf16 => step::run::<bf16>(&setup, args.digest, rendezvous, progress, &mut report),
+                Dtype::F16 => step::run::<f16>(&setup, args.digest, rendezvous, progress, &mut report),
+                Dtype::F32 => step::run::<f32>(&setup, args.digest, rendezvous, progress, &mut report),
             },
         };
         report.error = outcome.err().map(|error| error.to_string());
-        match (meeting.publish(&report), &report.error) {
+        match (rendezvous.publish(&report), &report.error) {
             (Ok(()), _) => Ok(report),
-            // A peer that failed first has taken the meeting place away; the rank's own error says more than that.
+            // A peer that failed first has removed the rendezvous directory; the rank's own error says more than that.
             (Err(_), Some(error)) => Err(error.clone().into()),
             (Err(error), None) => Err(error),
         }
@@ -293,12 +320,12 @@ impl Rank<'_> {
 
 /// Ends this process when time runs out or another rank has failed: what it waits for will not come, and nothing else
 /// could end it.
-fn watchdog(command: &'static str, rank: usize, meeting: Arc<Meeting>, progress: Arc<Progress>, limit: Duration) {
+fn watchdog(command: &'static str, rank: usize, rendezvous: Arc<Rendezvous>, progress: Arc<Progress>, limit: Duration) {
     let start = Instant::now();
     std::thread::spawn(move || {
         loop {
             std::thread::sleep(Duration::from_millis(100));
-            let other = meeting.failure();
+            let other = rendezvous.failure();
             if start.elapsed() < limit && other.is_none() {
                 continue;
             }
@@ -315,8 +342,8 @@ fn watchdog(command: &'static str, rank: usize, meeting: Arc<Meeting>, progress:
             eprintln!("nvte-ep {command}: rank {rank}: {error}");
             let report = RankReport { rank, error: Some(error), ..RankReport::default() };
             // The process ends either way.
-            drop(meeting.publish(&report));
-            meeting.abandon();
+            drop(rendezvous.publish(&report));
+            rendezvous.abandon();
             // SAFETY: ends the process at once; what runs in other threads may be stuck and is not waited for.
             unsafe { libc::_exit(1) };
         }

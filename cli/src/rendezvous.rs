@@ -7,47 +7,18 @@
 
 use crate::Outcome;
 use crate::device::ID_BYTES;
+use crate::directory::remove;
 use crate::report::RankReport;
 use serde::{Deserialize, Serialize};
-use std::io::Read;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// A random word of 128 bits, in hexadecimal.
-pub fn random_word() -> Outcome<String> {
+fn random_word() -> Outcome<String> {
     let mut bytes = [0u8; 16];
-    std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    getrandom::fill(&mut bytes).map_err(|error| format!("no random bytes: {error}"))?;
     Ok(format!("{:032x}", u128::from_ne_bytes(bytes)))
-}
-
-/// A new directory in the temporary folder that only this user may enter.
-pub fn private_directory() -> Outcome<PathBuf> {
-    let path = std::env::temp_dir().join(format!("nvte-ep-{}-{}", std::process::id(), random_word()?));
-    let made = std::fs::DirBuilder::new().mode(0o700).create(&path);
-    made.map_err(|error| format!("cannot create {}: {error}", path.display()))?;
-    Ok(path)
-}
-
-/// The directory that all ranks of the launcher's job `job` find, made by whoever comes first.
-pub fn job_directory(job: &str) -> Outcome<PathBuf> {
-    // SAFETY: takes nothing and cannot fail.
-    let user = unsafe { libc::geteuid() };
-    let word: String = job.bytes().map(|byte| if byte.is_ascii_alphanumeric() { byte as char } else { '-' }).collect();
-    let path = std::env::temp_dir().join(format!("nvte-ep-{user}-{word}"));
-    match std::fs::DirBuilder::new().mode(0o700).create(&path) {
-        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
-            return Err(format!("cannot create {}: {error}", path.display()).into());
-        }
-        _ => {}
-    }
-    let found = std::fs::symlink_metadata(&path)?;
-    if !found.is_dir() || found.uid() != user || found.mode() & 0o077 != 0 {
-        let path = path.display();
-        return Err(format!("{path} is not a directory that only this user may enter: remove it").into());
-    }
-    Ok(path)
 }
 
 /// Rank 0's answer.
@@ -63,7 +34,7 @@ struct Answer {
 
 /// One rank's view of the directory.
 #[derive(Debug)]
-pub struct Meeting {
+pub struct Rendezvous {
     directory: PathBuf,
     rank: usize,
     size: usize,
@@ -77,7 +48,7 @@ pub struct Meeting {
 
 const POLL: Duration = Duration::from_millis(5);
 
-impl Meeting {
+impl Rendezvous {
     /// In a directory that was made for this run: it holds nothing else.
     pub fn fresh(directory: PathBuf, rank: usize, size: usize, limit: Duration) -> Self {
         Self { directory, rank, size, limit, shared: false, run: OnceLock::from("run".to_owned()) }
@@ -210,75 +181,58 @@ impl Meeting {
     }
 }
 
-/// Removes the directory; a file that appears meanwhile may keep it, which harms nobody.
-pub fn remove(directory: &Path) {
-    drop(std::fs::remove_dir_all(directory));
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::path::Path;
 
-    fn ranks(directory: &Path, size: usize) -> Vec<Meeting> {
+    fn ranks(directory: &Path, size: usize) -> Vec<Rendezvous> {
         let limit = Duration::from_secs(20);
-        (0..size).map(|rank| Meeting::shared(directory.to_path_buf(), rank, size, limit)).collect()
+        (0..size).map(|rank| Rendezvous::shared(directory.to_path_buf(), rank, size, limit)).collect()
     }
 
     #[test]
     fn all_ranks_get_the_id_of_this_run_whatever_lies_around() {
-        let directory = private_directory().unwrap();
-        assert_eq!(std::fs::metadata(&directory).unwrap().mode() & 0o777, 0o700);
+        let directory = tempfile::tempdir().unwrap();
+        let directory = directory.path();
         for round in 0..3u8 {
             // Files of the round before are still there, and some are replaced by rubbish.
             std::fs::write(directory.join("word-2"), "stale").unwrap();
             if round == 1 {
                 std::fs::write(directory.join("answer"), "{").unwrap();
             }
-            let meetings = ranks(&directory, 3);
+            let all = ranks(directory, 3);
             std::thread::scope(|scope| {
-                let others: Vec<_> = meetings[1..]
+                let others: Vec<_> = all[1..]
                     .iter()
-                    .map(|meeting| {
+                    .map(|rendezvous| {
                         scope.spawn(move || {
-                            std::thread::sleep(Duration::from_millis(30 * meeting.rank as u64));
-                            meeting.exchange(|| Err("only rank 0 makes the id".into())).unwrap()
+                            std::thread::sleep(Duration::from_millis(30 * rendezvous.rank as u64));
+                            rendezvous.exchange(|| Err("only rank 0 makes the id".into())).unwrap()
                         })
                     })
                     .collect();
-                let id = meetings[0].exchange(|| Ok([round; ID_BYTES])).unwrap();
+                let id = all[0].exchange(|| Ok([round; ID_BYTES])).unwrap();
                 assert!(others.into_iter().all(|other| other.join().unwrap() == id));
                 assert_eq!(id, [round; ID_BYTES]);
             });
-            for meeting in &meetings {
-                assert!(meeting.report(0).is_none() && meeting.failure().is_none());
+            for rendezvous in &all {
+                assert!(rendezvous.report(0).is_none() && rendezvous.failure().is_none());
             }
-            for (rank, meeting) in meetings.iter().enumerate() {
+            for (rank, rendezvous) in all.iter().enumerate() {
                 let error = (rank == 1).then(|| "broken".to_owned());
-                meeting.publish(&RankReport { rank, error, ..RankReport::default() }).unwrap();
+                rendezvous.publish(&RankReport { rank, error, ..RankReport::default() }).unwrap();
             }
-            assert_eq!(meetings[2].failure().as_deref(), Some("rank 1 failed: broken"));
-            let reports = meetings[0].collect().unwrap();
+            assert_eq!(all[2].failure().as_deref(), Some("rank 1 failed: broken"));
+            let reports = all[0].collect().unwrap();
             assert_eq!(reports.iter().map(|report| report.rank).collect::<Vec<_>>(), [0, 1, 2]);
         }
-        remove(&directory);
-        assert!(!directory.exists());
-    }
-
-    #[test]
-    fn a_job_directory_is_found_again_and_guarded() {
-        let job = format!("test {}", random_word().unwrap());
-        let path = job_directory(&job).unwrap();
-        assert_eq!(job_directory(&job).unwrap(), path);
-        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-        assert!(job_directory(&job).unwrap_err().to_string().contains("only this user"));
-        remove(&path);
     }
 
     #[test]
     fn waiting_ends() {
-        let directory = private_directory().unwrap();
-        let alone = Meeting::shared(directory.clone(), 0, 2, Duration::from_millis(30));
+        let directory = tempfile::tempdir().unwrap();
+        let alone = Rendezvous::shared(directory.path().to_owned(), 0, 2, Duration::from_millis(30));
         assert!(alone.exchange(|| Ok([0; ID_BYTES])).unwrap_err().to_string().contains("the other ranks"));
-        remove(&directory);
     }
 }

@@ -1,6 +1,6 @@
 //! Which runtime the run uses, why, and what ranks that share a GPU need.
 
-use crate::args::RuntimeArg;
+use crate::args::{LaunchRuntime, RuntimeArg};
 use nvte_ep_core::env::{Env, RuntimeKind};
 use nvte_ep_core::sys;
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,8 @@ use std::process::{Command, Stdio};
 
 /// Set in the process that looks for GPUs.
 pub const PROBE_VARIABLE: &str = "NVTE_EP_RUN_PROBE";
-const RUNTIME_VARIABLE: &str = "NVTE_EP_RUNTIME";
+/// Says which runtime to use.
+pub const RUNTIME_VARIABLE: &str = "NVTE_EP_RUNTIME";
 const ANSWER: &str = "nvte-ep probe: ";
 /// SMs that a rank's communication uses at most unless asked for more: more than this never finished a step with
 /// NCCL EP 0.1.0.
@@ -75,16 +76,33 @@ pub struct Choice {
     pub gpus: Vec<Gpu>,
 }
 
+/// What `NVTE_EP_RUNTIME` asks for. Refused is any other word, also where the command line decides: it would be replaced in
+/// silence.
+fn from_variable(variable: Option<&str>) -> Result<Option<RuntimeKind>, String> {
+    let kinds = [RuntimeKind::Cuda, RuntimeKind::Host];
+    let Some(text) = variable.filter(|value| !value.is_empty()) else { return Ok(None) };
+    let kind = kinds.into_iter().find(|kind| kind.name() == text);
+    Ok(Some(kind.ok_or_else(|| format!("{RUNTIME_VARIABLE} must be cuda or host, got {text}"))?))
+}
+
+/// The runtime of `nvte-ep launch`, from the command line and `NVTE_EP_RUNTIME`.
+pub fn for_launch(arg: Option<LaunchRuntime>, variable: Option<&str>) -> Result<RuntimeKind, String> {
+    let variable = from_variable(variable)?;
+    let arg = arg.map(|arg| match arg {
+        LaunchRuntime::Host => RuntimeKind::Host,
+        LaunchRuntime::Cuda => RuntimeKind::Cuda,
+    });
+    Ok(arg.or(variable).unwrap_or(RuntimeKind::Host))
+}
+
 /// Chooses from the command line, `NVTE_EP_RUNTIME` and what `probe` finds.
 pub fn choose(arg: RuntimeArg, variable: Option<&str>, probe: impl FnOnce() -> Probe) -> Result<Choice, String> {
     let host = |reason: String| Ok(Choice { kind: RuntimeKind::Host, reason, gpus: Vec::new() });
-    let (asked, by) = match (arg, variable.filter(|value| !value.is_empty())) {
-        (RuntimeArg::Host, _) => (Some(RuntimeKind::Host), "--runtime host"),
-        (RuntimeArg::Cuda, _) => (Some(RuntimeKind::Cuda), "--runtime cuda"),
-        (RuntimeArg::Auto, Some("host")) => (Some(RuntimeKind::Host), "NVTE_EP_RUNTIME=host"),
-        (RuntimeArg::Auto, Some("cuda")) => (Some(RuntimeKind::Cuda), "NVTE_EP_RUNTIME=cuda"),
-        (RuntimeArg::Auto, Some(other)) => return Err(format!("{RUNTIME_VARIABLE} must be cuda or host, got {other}")),
-        (RuntimeArg::Auto, None) => (None, ""),
+    let (asked, by) = match (arg, from_variable(variable)?) {
+        (RuntimeArg::Host, _) => (Some(RuntimeKind::Host), "--runtime host".to_owned()),
+        (RuntimeArg::Cuda, _) => (Some(RuntimeKind::Cuda), "--runtime cuda".to_owned()),
+        (RuntimeArg::Auto, Some(kind)) => (Some(kind), format!("{RUNTIME_VARIABLE}={}", kind.name())),
+        (RuntimeArg::Auto, None) => (None, String::new()),
     };
     if asked == Some(RuntimeKind::Host) {
         return host(format!("asked for by {by}"));
@@ -198,6 +216,18 @@ mod tests {
         );
         let error = choose(RuntimeArg::Auto, Some("gpu"), never).unwrap_err();
         assert_eq!(error, "NVTE_EP_RUNTIME must be cuda or host, got gpu");
+        let error = choose(RuntimeArg::Host, Some("cpu"), never).unwrap_err();
+        assert_eq!(error, "NVTE_EP_RUNTIME must be cuda or host, got cpu", "not replaced in silence either");
+    }
+
+    #[test]
+    fn launched_programs() {
+        assert_eq!(for_launch(None, None), Ok(RuntimeKind::Host));
+        assert_eq!(for_launch(None, Some("cuda")), Ok(RuntimeKind::Cuda));
+        assert_eq!(for_launch(Some(LaunchRuntime::Host), Some("cuda")), Ok(RuntimeKind::Host));
+        for arg in [None, Some(LaunchRuntime::Host)] {
+            assert_eq!(for_launch(arg, Some("cpu")).unwrap_err(), "NVTE_EP_RUNTIME must be cuda or host, got cpu");
+        }
     }
 
     #[test]

@@ -1,10 +1,10 @@
-//! One rank's libraries, device and communicator, from the meeting of the ranks to their parting.
+//! One rank's libraries, device and communicator, from the rendezvous to the end.
 
 use crate::Outcome;
 use crate::device::{Communicator, Device, unique_id};
 use crate::library::{Library, PATH_VARIABLE};
 use crate::progress::Progress;
-use crate::rendezvous::Meeting;
+use crate::rendezvous::Rendezvous;
 use crate::report::RankReport;
 use crate::routing::Problem;
 use nvte_ep_core::env::{Env, RuntimeKind};
@@ -38,7 +38,7 @@ pub struct Session {
 
 impl Session {
     /// Loads the libraries, takes the device and meets the other ranks; `report` learns of what is found.
-    pub fn join(setup: &Setup, meeting: &Meeting, progress: &Progress, report: &mut RankReport) -> Outcome<Self> {
+    pub fn join(setup: &Setup, rendezvous: &Rendezvous, progress: &Progress, report: &mut RankReport) -> Outcome<Self> {
         let mut env = Env::from_process()?;
         progress.at(0, "loading libraries");
         let library = Library::load(std::env::var_os(PATH_VARIABLE).filter(|path| !path.is_empty()).map(Into::into))?;
@@ -53,7 +53,7 @@ impl Session {
         report.device = format!("{} ({}, {} SMs)", device.facts.name, device.ordinal, device.facts.sm_count);
         report.nccl = nccl::version_text(device.base.nccl.version()?);
         progress.at(0, "meeting the other ranks");
-        let id = meeting.exchange(|| unique_id(device.base))?;
+        let id = rendezvous.exchange(|| unique_id(device.base))?;
         progress.at(0, "joining the communicator");
         let communicator = Communicator::join(&device, id, setup.rank, setup.problem.ranks)?;
         Ok(Self { library, device, communicator })

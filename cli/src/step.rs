@@ -11,7 +11,7 @@ use crate::library::{Library, NO_WINDOW, Tensor};
 use crate::parallel;
 use crate::progress::Progress;
 use crate::reference::{Reference, Rows, Truth, WeightGradients};
-use crate::rendezvous::Meeting;
+use crate::rendezvous::Rendezvous;
 use crate::report::{DigestLine, RankReport, StepReport};
 use crate::session::{Session, Setup, mapped_file};
 use nvte_ep_core::ffi::register_layer::{NVTEEpGroupConfig, NVTEEpHandle, NVTEEpLayerConfig};
@@ -26,11 +26,11 @@ const CHUNK_BYTES: usize = 32 << 20;
 pub fn run<E: Element>(
     setup: &Setup,
     digest: bool,
-    meeting: &Meeting,
+    rendezvous: &Rendezvous,
     progress: &Progress,
     report: &mut RankReport,
 ) -> Outcome<()> {
-    let session = Session::join(setup, meeting, progress, report)?;
+    let session = Session::join(setup, rendezvous, progress, report)?;
     let Session { library, device, communicator } = &session;
     let mut layer = Layer::<E>::new(setup, digest, library, device, communicator, progress, report)?;
     report.nccl_ep_path = mapped_file("libnccl_ep");

@@ -1,7 +1,10 @@
 //! `nvte-ep launch`: what ranks find, how they meet, how they end.
 
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::{OnceLock, mpsc};
 use std::time::{Duration, Instant};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_nvte-ep");
@@ -20,8 +23,53 @@ fn launch(arguments: &[&str]) -> Command {
     command
 }
 
+/// Kills the process after a minute, so that a test whose program hangs fails; dropped when the test is over.
+fn limited(child: &Child) -> mpsc::Sender<()> {
+    let (over, wait) = mpsc::channel();
+    let pid = child.id().to_string();
+    std::thread::spawn(move || {
+        if wait.recv_timeout(Duration::from_secs(60)) == Err(mpsc::RecvTimeoutError::Timeout) {
+            eprintln!("process {pid} did not end within a minute");
+            kill("-KILL", &pid);
+        }
+    });
+    over
+}
+
+fn kill(signal: &str, pid: &str) {
+    assert!(Command::new("kill").args([signal, "--", pid]).status().unwrap().success());
+}
+
+fn outcome(command: &mut Command) -> Output {
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let _limit = limited(&child);
+    child.wait_with_output().unwrap()
+}
+
 fn shell(ranks: &str, script: &str) -> Output {
-    launch(&["-n", ranks, "--grace", "1", "--", "sh", "-c", script]).output().unwrap()
+    outcome(&mut launch(&["-n", ranks, "--grace", "1", "--", "sh", "-c", script]))
+}
+
+/// Waits until it holds.
+fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < Duration::from_secs(20), "{what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Whether the process runs, which one that waits for its parent does not.
+fn runs(pid: &str) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
+}
+
+/// A folder of this test.
+fn folder(name: &str) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    folder
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -56,7 +104,7 @@ fn ranks_find_their_place_and_their_lines_are_marked() {
 fn with_cuda_the_libraries_are_the_machines_own() {
     let script = "echo $NVTE_EP_RUNTIME ${NVTE_EP_HOST_DEVICES-none} ${LD_LIBRARY_PATH-none}";
     let mut command = launch(&["-n", "1", "--runtime", "cuda", "sh", "-c", script]);
-    let output = command.env_remove("LD_LIBRARY_PATH").output().unwrap();
+    let output = outcome(command.env_remove("LD_LIBRARY_PATH"));
     assert_eq!(text(&output.stdout), "[rank 0] cuda none none\n");
 }
 
@@ -85,7 +133,7 @@ fn a_rank_that_a_signal_ends_counts_as_128_more() {
 
 #[test]
 fn the_time_may_be_limited() {
-    let output = launch(&["-n", "2", "--timeout", "1", "sleep", "60"]).output().unwrap();
+    let output = outcome(&mut launch(&["-n", "2", "--timeout", "1", "sleep", "60"]));
     assert_eq!(output.status.code(), Some(124));
     assert_eq!(text(&output.stderr), "nvte-ep launch: the time was up\n  ranks 0, 1 were ended by signal 15\n");
 }
@@ -94,11 +142,10 @@ fn the_time_may_be_limited() {
 fn signals_reach_the_ranks_and_what_they_have_started() {
     let script = "trap 'echo once' USR1; trap 'echo bye; exit 0' TERM; echo ready; while :; do sleep 0.05; done";
     let mut child = launch(&["-n", "2", "sh", "-c", script]).stdout(Stdio::piped()).spawn().unwrap();
+    let _limit = limited(&child);
     let pid = child.id().to_string();
-    let signal = |signal: &str| {
-        assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
-    };
-    let mut lines = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
+    let signal = |signal: &str| kill(signal, &pid);
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     let mut two = || {
         let mut two = [lines.next().unwrap().unwrap(), lines.next().unwrap().unwrap()];
         two.sort();
@@ -114,7 +161,7 @@ fn signals_reach_the_ranks_and_what_they_have_started() {
 
 #[test]
 fn what_cannot_be_started_is_told() {
-    let output = launch(&["-n", "2", "/nonexistent/program"]).output().unwrap();
+    let output = outcome(&mut launch(&["-n", "2", "/nonexistent/program"]));
     assert_eq!(output.status.code(), Some(1));
     let errors = text(&output.stderr);
     assert!(
@@ -126,17 +173,180 @@ fn what_cannot_be_started_is_told() {
         (&["-n", "2"], "required arguments were not provided"),
         (&["--runtime", "gpu", "true"], "invalid value 'gpu'"),
     ] {
-        let output = launch(arguments).output().unwrap();
+        let output = outcome(&mut launch(arguments));
         assert_eq!(output.status.code(), Some(2));
         assert!(text(&output.stderr).contains(words), "{}", text(&output.stderr));
     }
-    let output = launch(&["true"]).env("NVTE_EP_HOST_LIB", "/nonexistent/lib.so").output().unwrap();
+    let output = outcome(launch(&["true"]).env("NVTE_EP_HOST_LIB", "/nonexistent/lib.so"));
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("NVTE_EP_HOST_LIB: /nonexistent/lib.so: "), "{}", text(&output.stderr));
 }
 
+#[test]
+fn an_ignored_sigchld_does_not_lose_how_ranks_end() {
+    let mut command = launch(&["-n", "2", "--grace", "0", "sh", "-c", "exit $((RANK * 5))"]);
+    // SAFETY: only sets how a signal is taken.
+    unsafe { command.pre_exec(|| ignored(libc::SIGCHLD)) };
+    let output = outcome(&mut command);
+    assert_eq!(output.status.code(), Some(5), "{}", text(&output.stderr));
+}
+
+fn ignored(signal: i32) -> std::io::Result<()> {
+    // SAFETY: sets no handler.
+    if unsafe { libc::signal(signal, libc::SIG_IGN) } == libc::SIG_ERR {
+        return Err(std::io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+#[test]
+fn signals_that_are_ignored_stay_ignored() {
+    let mut command = launch(&["-n", "1", "sh", "-c", "echo ready; sleep 0.7; kill -HUP $$; echo done"]);
+    // SAFETY: only sets how a signal is taken.
+    unsafe { command.pre_exec(|| ignored(libc::SIGHUP)) };
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let _limit = limited(&child);
+    let mut out = BufReader::new(child.stdout.take().unwrap());
+    let mut first = String::new();
+    out.read_line(&mut first).unwrap();
+    assert_eq!(first, "[rank 0] ready\n");
+    kill("-HUP", &child.id().to_string());
+    let mut rest = String::new();
+    out.read_to_string(&mut rest).unwrap();
+    assert_eq!(rest, "[rank 0] done\n");
+    assert!(child.wait().unwrap().success());
+}
+
+#[test]
+fn what_a_rank_has_started_ends_with_the_run() {
+    for code in ["0", "3"] {
+        let output = shell("1", &format!("sleep 49 >/dev/null 2>&1 & echo $!; exit {code}"));
+        assert_eq!(output.status.code(), code.parse().ok());
+        let pid = text(&output.stdout).trim().replace("[rank 0] ", "");
+        until("the sleep ends", || !runs(&pid));
+    }
+}
+
+#[test]
+fn a_killed_launcher_leaves_nothing() {
+    let temporary = folder("killed");
+    let script = "sleep 49 & echo $$ $! $NVTE_EP_LAUNCH_DIRECTORY; wait";
+    let mut command = launch(&["-n", "2", "sh", "-c", script]);
+    let mut child = command.env("TMPDIR", &temporary).stdout(Stdio::piped()).spawn().unwrap();
+    let _limit = limited(&child);
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let lines: Vec<String> = (0..2).map(|_| lines.next().unwrap().unwrap()).collect();
+    let words: Vec<&str> = lines.iter().flat_map(|line| line.split(' ').skip(2)).collect();
+    let [first, first_sleep, directory, second, second_sleep, _] = words[..] else { panic!("{lines:?}") };
+    assert!([first, first_sleep, second, second_sleep].into_iter().all(runs) && Path::new(directory).is_dir());
+    kill("-KILL", &child.id().to_string());
+    child.wait().unwrap();
+    for pid in [first, first_sleep, second, second_sleep] {
+        until("what the launcher started ends", || !runs(pid));
+    }
+    until("its folder is removed", || std::fs::read_dir(&temporary).unwrap().next().is_none());
+}
+
+#[test]
+fn progress_lines_are_passed_on_while_they_move() {
+    let script = "printf '10 %%\\r'; while ! [ -e go ]; do sleep 0.05; done; printf '20 %%\\r'; echo end";
+    let here = folder("progress");
+    let mut command = launch(&["-n", "1", "sh", "-c", script]);
+    let mut child = command.current_dir(&here).stdout(Stdio::piped()).spawn().unwrap();
+    let _limit = limited(&child);
+    let mut out = BufReader::new(child.stdout.take().unwrap());
+    let mut first = Vec::new();
+    out.read_until(b'\r', &mut first).unwrap();
+    assert_eq!(text(&first), "[rank 0] 10 %\r");
+    std::fs::write(here.join("go"), "").unwrap();
+    let mut rest = String::new();
+    out.read_to_string(&mut rest).unwrap();
+    assert_eq!(rest, "[rank 0] 20 %\r[rank 0] end\n");
+    assert!(child.wait().unwrap().success());
+}
+
+#[test]
+fn temporary_folders_of_every_kind() {
+    let here = folder("temporary");
+    std::fs::create_dir_all(here.join("a:b")).unwrap();
+    // A relative folder, and a program that changes its own.
+    let script = "cd / && test -d $NVTE_EP_LAUNCH_DIRECTORY && test -e ${LD_LIBRARY_PATH%%:*}/libnccl.so.2";
+    let output_in =
+        |folder: &str| outcome(launch(&["-n", "1", "--", "sh", "-c", script]).current_dir(&here).env("TMPDIR", folder));
+    let relative = output_in(".");
+    assert!(relative.status.success(), "{}", text(&relative.stderr));
+    let colon = output_in(here.join("a:b").to_str().unwrap());
+    assert_eq!(colon.status.code(), Some(1));
+    let words = "the folder of temporary files (TMPDIR), ";
+    let errors = text(&colon.stderr);
+    assert!(errors.contains(words) && errors.contains("a:b, has a colon in its name"), "{errors}");
+    assert!(!errors.contains("LD_LIBRARY_PATH: "), "{errors}");
+}
+
+#[test]
+fn ranks_may_be_counted_as_with_mpirun_and_torchrun() {
+    for arguments in [["-np", "2"], ["--nproc-per-node", "2"], ["--nproc_per_node", "2"]] {
+        let output = outcome(&mut launch(&[&arguments[..], &["sh", "-c", "echo $WORLD_SIZE"]].concat()));
+        assert_eq!(sorted(&output.stdout), ["[rank 0] 2", "[rank 1] 2"], "{}", text(&output.stderr));
+    }
+}
+
+#[test]
+fn output_that_cannot_be_written_is_an_error() {
+    let full = || Stdio::from(std::fs::File::options().write(true).open("/dev/full").unwrap());
+    for arguments in [&["launch", "-n", "1", "echo", "x"][..], &["--help"], &["--version"], &["run", "--help"]] {
+        let mut command = Command::new(PROGRAM);
+        command.args(arguments).env("NVTE_EP_HOST_LIB", built().join("libnvte_ep_host.so"));
+        let child = command.stdin(Stdio::null()).stdout(full()).stderr(Stdio::piped()).spawn().unwrap();
+        let _limit = limited(&child);
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}");
+        assert!(text(&output.stderr).contains("cannot write to standard output: No space left"), "{arguments:?}");
+    }
+}
+
+#[test]
+fn standard_input_is_empty() {
+    let output = shell("2", "wc -c");
+    assert_eq!(sorted(&output.stdout), ["[rank 0] 0", "[rank 1] 0"]);
+}
+
+#[test]
+fn the_variable_chooses_the_runtime_and_nonsense_is_refused() {
+    let run = |value: &str, more: &[&str]| {
+        let arguments = [&["-n", "1"][..], more, &["sh", "-c", "echo $NVTE_EP_RUNTIME"]].concat();
+        outcome(launch(&arguments).env("NVTE_EP_RUNTIME", value))
+    };
+    assert_eq!(text(&run("cuda", &[]).stdout), "[rank 0] cuda\n");
+    assert_eq!(text(&run("cuda", &["--runtime", "host"]).stdout), "[rank 0] host\n");
+    for more in [&[][..], &["--runtime", "host"]] {
+        let output = run("cpu", more);
+        assert_eq!(output.status.code(), Some(2));
+        let errors = text(&output.stderr);
+        assert!(errors.contains("NVTE_EP_RUNTIME must be cuda or host, got cpu"), "{errors}");
+    }
+}
+
+/// Both ranks of a group refuse a configuration on which they disagree, at the same moment: neither is the first.
+#[test]
+fn ranks_that_fail_together_are_not_put_in_order() {
+    for _ in 0..12 {
+        let output = shell("2", "sleep 0.2; exit $((3 + RANK))");
+        let errors = text(&output.stderr);
+        let head = "nvte-ep launch: ranks 0, 1 of 2 failed at the same time, so their messages have to tell which is the cause\n";
+        assert!(errors.starts_with(head), "{errors}");
+        assert!(errors.contains("  rank 0 ended with exit code 3\n  rank 1 ended with exit code 4\n"), "{errors}");
+        assert!([Some(3), Some(4)].contains(&output.status.code()), "{errors}");
+    }
+}
+
 /// Compiles tests/meet.c against the host runtime's headers, linked to its libraries' names for programs.
-fn meeting_program() -> PathBuf {
+fn meeting_program() -> &'static Path {
+    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAM.get_or_init(compiled_meeting_program)
+}
+
+fn compiled_meeting_program() -> PathBuf {
     let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("meet");
     let compiled = Command::new("cc")
@@ -159,16 +369,15 @@ fn meeting_program() -> PathBuf {
 fn a_c_program_meets_by_a_file_and_computes() {
     let program = meeting_program();
     let program = program.to_str().unwrap();
-    let output = launch(&["-n", "4", program]).output().unwrap();
+    let output = outcome(&mut launch(&["-n", "4", program]));
     assert!(output.status.success(), "{}", text(&output.stderr));
     let expected: Vec<String> = (0..4).map(|r| format!("[rank {r}] rank {r} of 4: the sum is 10")).collect();
     assert_eq!(sorted(&output.stdout), expected);
 
     // A rank that dies is named by its peers, and by the launcher.
-    let output = launch(&["-n", "3", "--grace", "20", program])
-        .env("NVTE_EP_HOST_FAULT", "rank=2,call=ncclAllReduce,do=kill")
-        .output()
-        .unwrap();
+    let output = outcome(
+        launch(&["-n", "3", "--grace", "20", program]).env("NVTE_EP_HOST_FAULT", "rank=2,call=ncclAllReduce,do=kill"),
+    );
     let errors = text(&output.stderr);
     assert_eq!(output.status.code(), Some(128 + 9), "{errors}");
     assert!(
@@ -181,10 +390,36 @@ fn a_c_program_meets_by_a_file_and_computes() {
     }
 }
 
+/// A rank that waits for its peers has the rendezvous file locked; once it is dead the lock is free, and a later run may
+/// sweep the file.
+#[test]
+fn a_rendezvous_is_locked_while_a_rank_waits() {
+    let here = folder("rendezvous");
+    std::os::unix::fs::symlink(built().join("libnvte_ep_host.so"), here.join("libnvte_ep_host.so.1")).unwrap();
+    let mut command = Command::new(meeting_program());
+    command.envs([("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")]).env("NVTE_EP_LAUNCH_DIRECTORY", &here);
+    let mut child = command.env("LD_LIBRARY_PATH", &here).spawn().unwrap();
+    let _limit = limited(&child);
+    until("the unique id is there", || here.join("id").exists());
+    let id = std::fs::read(here.join("id")).unwrap();
+    let id = text(&id[..id.iter().position(|byte| *byte == 0).unwrap()]);
+    let path = PathBuf::from(&id[id.find('/').unwrap()..]);
+    let is_free = || {
+        let file = std::fs::File::open(&path).unwrap();
+        // SAFETY: the descriptor is open.
+        unsafe { libc::flock(std::os::fd::AsRawFd::as_raw_fd(&file), libc::LOCK_EX | libc::LOCK_NB) == 0 }
+    };
+    until("the rank waits", || path.exists() && !is_free());
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(is_free(), "the lock ends with its owner");
+    std::fs::remove_file(path).unwrap();
+}
+
 #[test]
 fn the_command_itself_runs_under_it() {
     let small = ["run", "--tokens=40", "--hidden=64", "--experts=8", "--top-k=2", "--steps=1"];
-    let output = launch(&[&["-n", "2", "--", PROGRAM][..], &small].concat()).output().unwrap();
+    let output = outcome(&mut launch(&[&["-n", "2", "--", PROGRAM][..], &small].concat()));
     let printed = text(&output.stdout);
     assert!(output.status.success(), "{printed}{}", text(&output.stderr));
     assert!(printed.ends_with("[rank 0] all checks passed\n"), "{printed}");

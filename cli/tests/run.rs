@@ -72,6 +72,29 @@ fn a_library_that_is_not_there_is_told_and_ends_with_1() {
 }
 
 #[test]
+fn an_ignored_sigchld_changes_nothing() {
+    let mut command = command(&small(&[]));
+    let ignore = || {
+        // SAFETY: sets no handler.
+        unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
+        Ok(())
+    };
+    // SAFETY: between fork and exec only a signal is set.
+    unsafe { std::os::unix::process::CommandExt::pre_exec(&mut command, ignore) };
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
+}
+
+#[test]
+fn results_that_cannot_be_written_are_an_error() {
+    let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let output = command(&small(&[])).stdout(full).stderr(Stdio::piped()).spawn().unwrap();
+    let output = output.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("nvte-ep run: cannot write to standard output: No space left"));
+}
+
+#[test]
 fn every_type_passes() {
     for more in [&["--dtype", "bf16"][..], &["--dtype", "f16", "--align", "0"], &["--dtype", "f32", "--align", "8"]] {
         let output = run(&small(more));
@@ -141,9 +164,14 @@ fn time_runs_out() {
 
 /// A run of two ranks of which rank 1 has a fault.
 fn faulty(rules: &str) -> (Option<i32>, String) {
+    faulty_within("1500", rules)
+}
+
+/// The same with another limit, in milliseconds, of the host runtime's waits.
+fn faulty_within(limit: &str, rules: &str) -> (Option<i32>, String) {
     let output = command(&small(&["--timeout=60"]))
         .env("NVTE_EP_HOST_FAULT", rules)
-        .env("NVTE_EP_HOST_TIMEOUT_MS", "1500")
+        .env("NVTE_EP_HOST_TIMEOUT_MS", limit)
         .output()
         .unwrap();
     (output.status.code(), text(&output.stdout) + &text(&output.stderr))
@@ -196,7 +224,7 @@ fn a_call_that_fails_ends_both_ranks_with_words() {
 
 #[test]
 fn without_nvcc_initialize_refuses_on_every_rank() {
-    let (code, printed) = faulty("rank=1,missing=nvcc");
+    let (code, printed) = faulty_within("60000", "rank=1,missing=nvcc");
     assert_eq!(code, Some(1), "{printed}");
     let words = "ranks 0, 1 failed: nvte_ep_initialize: rank 1 cannot take part: NCCL EP compiles its kernels at run time \
                  and needs nvcc (hidden by NVTE_EP_HOST_FAULT)";

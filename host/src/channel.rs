@@ -312,7 +312,11 @@ impl Channel {
             .custom_flags(libc::O_NOFOLLOW)
             .open(path)
             .map_err(|e| system(&format!("cannot open the rendezvous file {}", path.display()), &e))?;
-        let control = Control::open(&OwnedFd::from(file), rank, ranks)?;
+        let file = OwnedFd::from(file);
+        // Until all have met: `nvte-ep launch` and `run` remove old rendezvous files that nobody has locked.
+        // SAFETY: the descriptor is open. Where the file system has no locks, the file may be removed while ranks wait.
+        unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_SH) };
+        let control = Control::open(&file, rank, ranks)?;
         let met = Self::join(control, rank, label);
         // Whether all met or the time is up, nobody needs the name any more; a peer may have removed it first.
         if rank == 0 || met.is_err() {
