@@ -71,6 +71,12 @@ if(NVTE_EP_INSTALL_TE_LIBRARY)
   nvte_ep_install_link(host ../../libnvte_ep_host.so.1 ${CMAKE_INSTALL_LIBDIR}/nvte_ep/te/libnvte_ep_host.so)
   install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/nvte_ep/te
     DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/nvte_ep COMPONENT transformer_engine)
+  # What its headers name of the folder above.
+  install(FILES ${PROJECT_SOURCE_DIR}/include/nvte_ep/nvte_ep_ext.h
+    DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/nvte_ep COMPONENT transformer_engine)
+  install(FILES ${PROJECT_SOURCE_DIR}/include/nvte_ep/transformer_engine/transformer_engine.h
+    ${PROJECT_SOURCE_DIR}/include/nvte_ep/transformer_engine/wrappers.h
+    DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/nvte_ep/transformer_engine COMPONENT transformer_engine)
   nvte_ep_install_pc(transformer_engine nvte_ep_te)
 endif()
 nvte_ep_install_library(transformer_engine libnvte_ep_preload.so libnvte_ep_preload)

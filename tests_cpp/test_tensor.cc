@@ -392,7 +392,7 @@ TEST(Tensors, ShapesOfUpTo15Dimensions) {
   }
   ASSERT_EQ(sizes.size(), 16u);
   EXPECT_TRUE(Throws("nvte_make_shape", {"ndim", "15", "16"}, [&] { nvte_make_shape(sizes.data(), 16); }));
-  EXPECT_TRUE(Throws("nvte_make_shape", {"data", "null"}, [&] { nvte_make_shape(nullptr, 1); }));
+  EXPECT_EQ(Sizes(nvte_make_shape(nullptr, 2)), (std::vector<std::size_t>{0, 0}));
 }
 
 TEST(Tensors, ElementSizes) {
@@ -506,6 +506,106 @@ TEST(Tensors, ZeroTensor) {
   }
   EXPECT_NO_THROW(nvte_zero_tensor(Tensor(nullptr, kNVTEBFloat16, {0, 8}).get(), nullptr));
   device.Free(data);
+}
+
+NVTEShape Shape(const std::vector<std::size_t>& sizes) { return nvte_make_shape(sizes.data(), sizes.size()); }
+
+TEST(GroupedTensors, WhatTheyAreMadeOfIsChecked) {
+  const char* create = "nvte_create_grouped_tensor";
+  const auto made_of = [](int mode, std::size_t count, const NVTEShape& shape) {
+    return [=] { nvte_create_grouped_tensor(static_cast<NVTEScalingMode>(mode), count, shape); };
+  };
+  EXPECT_TRUE(Throws(create, {"scaling_mode", "got 7"}, made_of(7, 1, Shape({2, 2}))));
+  EXPECT_TRUE(Throws(create, {"num_tensors", "at least 1", "got 0"}, made_of(0, 0, Shape({2, 2}))));
+  EXPECT_TRUE(Throws(create, {"logical_shape.ndim", "must be 2", "got 3"}, made_of(0, 1, Shape({2, 2, 2}))));
+}
+
+TEST(GroupedTensors, ParametersAreChecked) {
+  const NVTEGroupedTensor grouped = nvte_create_grouped_tensor(NVTE_DELAYED_TENSOR_SCALING, 3, Shape({6, 4}));
+  const char *set = "nvte_set_grouped_tensor_param", *get = "nvte_get_grouped_tensor_param";
+  NVTEBasicTensor array = MakeBasicTensor(memory, kNVTEFloat16, {24});
+  for (const int param : {-1, 11}) {
+    EXPECT_TRUE(Throws(set, {"param", "0 to 10"}, [&] {
+      nvte_set_grouped_tensor_param(grouped, static_cast<NVTEGroupedTensorParam>(param), &array, sizeof array);
+    }));
+    EXPECT_TRUE(Throws(get, {"param", "0 to 10"}, [&] {
+      nvte_get_grouped_tensor_param(grouped, static_cast<NVTEGroupedTensorParam>(param), &array, sizeof array, nullptr);
+    }));
+  }
+  EXPECT_TRUE(Throws(set, {"buf", "NULL"},
+                     [&] { nvte_set_grouped_tensor_param(grouped, kNVTEGroupedScale, nullptr, sizeof array); }));
+  EXPECT_TRUE(Throws(set, {"size_in_bytes", "144", "got 143"},
+                     [&] { nvte_set_grouped_tensor_param(grouped, kNVTEGroupedScale, &array, 143); }));
+  EXPECT_TRUE(Throws(get, {"size_in_bytes", "144", "got 8"},
+                     [&] { nvte_get_grouped_tensor_param(grouped, kNVTEGroupedScale, &array, 8, nullptr); }));
+  array.dtype = static_cast<NVTEDType>(11);
+  EXPECT_TRUE(Throws(set, {"dtype", "NVTEDType"},
+                     [&] { nvte_set_grouped_tensor_param(grouped, kNVTEGroupedScale, &array, sizeof array); }));
+  std::size_t written = 0;
+  nvte_get_grouped_tensor_param(grouped, kNVTEGroupedLastDims, nullptr, 0, &written);
+  EXPECT_EQ(written, sizeof array);
+  nvte_get_grouped_tensor_param(grouped, kNVTEGroupedWithGEMMSwizzledScales, nullptr, 0, &written);
+  EXPECT_EQ(written, 1u);
+  nvte_get_grouped_tensor_param(nullptr, kNVTEGroupedLastDims, &array, sizeof array, nullptr);
+  EXPECT_EQ(array.data_ptr, nullptr) << "NULL has the values of a new one";
+  EXPECT_EQ(array.dtype, kNVTEInt64);
+  EXPECT_EQ(nvte_grouped_tensor_num_tensors(nullptr), 0u);
+  EXPECT_EQ(nvte_grouped_tensor_type(nullptr), kNVTEFloat32);
+  EXPECT_EQ(nvte_grouped_tensor_scaling_mode(nullptr), NVTE_DELAYED_TENSOR_SCALING);
+  EXPECT_TRUE(Throws("nvte_get_grouped_tensor_logical_shape", {"null grouped tensor"},
+                     [] { nvte_get_grouped_tensor_logical_shape(nullptr); }));
+  EXPECT_TRUE(Throws(set, {"null grouped tensor"}, [&] {
+    const std::uint8_t flag = 1;
+    nvte_set_grouped_tensor_param(nullptr, kNVTEGroupedWithGEMMSwizzledScales, &flag, sizeof flag);
+  }));
+  nvte_destroy_grouped_tensor(grouped);
+  EXPECT_TRUE(
+      Throws("nvte_destroy_grouped_tensor", {"live grouped tensor"}, [&] { nvte_destroy_grouped_tensor(grouped); }));
+  EXPECT_TRUE(Throws("nvte_grouped_tensor_type", {"live grouped tensor"}, [&] { nvte_grouped_tensor_type(grouped); }));
+  EXPECT_NO_THROW(nvte_destroy_grouped_tensor(nullptr));
+}
+
+TEST(QuantizationConfigs, AttributesAreChecked) {
+  const NVTEQuantizationConfig config = nvte_create_quantization_config();
+  const char *set = "nvte_set_quantization_config_attribute", *get = "nvte_get_quantization_config_attribute";
+  float epsilon = 0;
+  std::uint8_t mode = 3;
+  EXPECT_TRUE(Throws(set, {"attr", "0 to 10", "got 11"}, [&] {
+    nvte_set_quantization_config_attribute(config, static_cast<NVTEQuantizationConfigAttribute>(11), &mode, 1);
+  }));
+  EXPECT_TRUE(Throws(set, {"buf", "NVTENVFP44Over6Mode", "got 3"}, [&] {
+    nvte_set_quantization_config_attribute(config, kNVTEQuantizationConfigNVFP44Over6Mode, &mode, sizeof mode);
+  }));
+  EXPECT_TRUE(Throws(set, {"size_in_bytes", "4", "got 1"}, [&] {
+    nvte_set_quantization_config_attribute(config, kNVTEQuantizationConfigAmaxEpsilon, &epsilon, 1);
+  }));
+  EXPECT_TRUE(Throws(get, {"size_in_bytes", "4", "got 3"}, [&] {
+    nvte_get_quantization_config_attribute(config, kNVTEQuantizationConfigAmaxEpsilon, &epsilon, 3, nullptr);
+  }));
+  EXPECT_TRUE(Throws(get, {"config", "NULL"}, [&] {
+    nvte_get_quantization_config_attribute(nullptr, kNVTEQuantizationConfigAmaxEpsilon, &epsilon, 4, nullptr);
+  }));
+  nvte_destroy_quantization_config(config);
+  EXPECT_TRUE(Throws("nvte_destroy_quantization_config", {"config", "live quantization configuration"},
+                     [&] { nvte_destroy_quantization_config(config); }));
+  EXPECT_NO_THROW(nvte_destroy_quantization_config(nullptr));
+}
+
+// All are values of one list, so one kind must not pass for another.
+TEST(Tensors, OtherKindsAreNoTensors) {
+  const NVTETensor tensor = nvte_create_tensor(NVTE_DELAYED_TENSOR_SCALING);
+  const NVTEGroupedTensor grouped = nvte_create_grouped_tensor(NVTE_DELAYED_TENSOR_SCALING, 1, Shape({1, 1}));
+  const NVTEQuantizationConfig config = nvte_create_quantization_config();
+  ExpectDead(grouped);
+  ExpectDead(config);
+  for (void* const other : {static_cast<void*>(tensor), static_cast<void*>(config)}) {
+    EXPECT_TRUE(Throws("nvte_grouped_tensor_type", {"live grouped tensor"}, [&] { nvte_grouped_tensor_type(other); }));
+    EXPECT_TRUE(Throws("nvte_destroy_grouped_tensor", {"live"}, [&] { nvte_destroy_grouped_tensor(other); }));
+  }
+  EXPECT_TRUE(Throws("nvte_destroy_quantization_config", {"live"}, [&] { nvte_destroy_quantization_config(tensor); }));
+  nvte_destroy_tensor(tensor);
+  nvte_destroy_grouped_tensor(grouped);
+  nvte_destroy_quantization_config(config);
 }
 
 }  // namespace

@@ -16,6 +16,8 @@ struct Header {
     foreign: &'static str,
     /// Items that the sources mention but other headers declare.
     exclude: &'static [&'static str],
+    /// A header beside it for C++ alone, which it includes last.
+    cpp: Option<&'static str>,
     /// Of the types and constants in bindings/src/generated.rs, those with one of these prefixes belong here.
     bindings: &'static [&'static str],
 }
@@ -55,11 +57,18 @@ const HEADERS: &[Header] = &[
     Header {
         path: "nvte_ep/transformer_engine/transformer_engine.h",
         about: "NVTETensor: descriptions of arrays. Every function throws std::runtime_error on an error.",
-        guard: "NVTE_EP_TRANSFORMER_ENGINE_TRANSFORMER_ENGINE_H_",
-        sources: &["src/ffi/types.rs", "abi/tensor/src/surface.rs"],
+        // TransformerEngine's, so that a unit cannot have its header and ours.
+        guard: "TRANSFORMER_ENGINE_TRANSFORMER_ENGINE_H_",
+        sources: &[
+            "src/ffi/types.rs",
+            "abi/tensor/src/surface.rs",
+            "abi/tensor/src/grouped.rs",
+            "abi/tensor/src/quantization.rs",
+        ],
         includes: &[],
         foreign: CUDA_STREAM,
         exclude: &["cudaStream_t"],
+        cpp: Some("wrappers.h"),
         bindings: &[],
     },
     Header {
@@ -70,6 +79,7 @@ const HEADERS: &[Header] = &[
         includes: &[],
         foreign: NCCL_WINDOW,
         exclude: &["ncclWindow_t"],
+        cpp: None,
         bindings: &[],
     },
     Header {
@@ -80,19 +90,11 @@ const HEADERS: &[Header] = &[
         includes: &["transformer_engine/comm_window.h", "transformer_engine/transformer_engine.h"],
         foreign: "",
         exclude: &[],
+        cpp: None,
         bindings: &[],
     },
     // The same folder name for TransformerEngine's ABI, in a folder of its own: a program has one of the two on its path.
-    Header {
-        path: "nvte_ep/te/transformer_engine/transformer_engine.h",
-        about: "NVTETensor: descriptions of arrays. Every function throws std::runtime_error on an error.",
-        guard: "TRANSFORMER_ENGINE_TRANSFORMER_ENGINE_H_",
-        sources: &["src/ffi/types.rs", "abi/tensor/src/surface.rs"],
-        includes: &[],
-        foreign: CUDA_STREAM,
-        exclude: &["cudaStream_t"],
-        bindings: &[],
-    },
+    // What is the same in both is only named there (SAME).
     Header {
         path: "nvte_ep/te/transformer_engine/comm_window.h",
         about: "NVTECommWindow: a payload's place in symmetric memory.",
@@ -101,6 +103,7 @@ const HEADERS: &[Header] = &[
         includes: &[],
         foreign: NCCL_WINDOW,
         exclude: &["ncclWindow_t"],
+        cpp: None,
         bindings: &[],
     },
     Header {
@@ -113,6 +116,7 @@ const HEADERS: &[Header] = &[
                   #define NVTE_EP_GROUP_CONFIG_INIT {sizeof(NVTEEpGroupConfig)}\n\
                   #define NVTE_EP_LAYER_CONFIG_INIT {sizeof(NVTEEpLayerConfig)}",
         exclude: &[],
+        cpp: None,
         bindings: &[],
     },
     Header {
@@ -120,20 +124,10 @@ const HEADERS: &[Header] = &[
         about: "nvte-ep's additions to the interface, for every ABI. Every function but nvte_ep_ext_version throws std::runtime_error.",
         guard: "NVTE_EP_EXT_H_",
         sources: &["src/ffi/ext.rs", "abi/ext.rs"],
-        includes: &["transformer_engine/ep.h"],
+        includes: &["<transformer_engine/ep.h>"],
         foreign: EXT_OPTIONS,
         exclude: &["NVTEEpExtOptions"],
-        bindings: &[],
-    },
-    // It includes the ep.h beside it, so it exists beside each.
-    Header {
-        path: "nvte_ep/te/nvte_ep_ext.h",
-        about: "nvte-ep's additions to the interface, for every ABI. Every function but nvte_ep_ext_version throws std::runtime_error.",
-        guard: "NVTE_EP_EXT_H_",
-        sources: &["src/ffi/ext.rs", "abi/ext.rs"],
-        includes: &["transformer_engine/ep.h"],
-        foreign: EXT_OPTIONS,
-        exclude: &["NVTEEpExtOptions"],
+        cpp: None,
         bindings: &[],
     },
     Header {
@@ -144,6 +138,7 @@ const HEADERS: &[Header] = &[
         includes: &[],
         foreign: CUDA_OPAQUE,
         exclude: &[],
+        cpp: None,
         bindings: &["cuda"],
     },
     Header {
@@ -154,6 +149,7 @@ const HEADERS: &[Header] = &[
         includes: &["cuda_runtime_api.h"],
         foreign: NCCL_OPAQUE,
         exclude: &["VERSION"],
+        cpp: None,
         bindings: &[
             "nccl",
             "NCCL_API",
@@ -175,12 +171,26 @@ const HEADERS: &[Header] = &[
         includes: &[],
         foreign: "",
         exclude: &[],
+        cpp: None,
         bindings: &[],
     },
 ];
 
+/// Headers of TransformerEngine's ABI that are the other folder's.
+const SAME: [&str; 2] = ["transformer_engine/transformer_engine.h", "nvte_ep_ext.h"];
+
 pub fn generate(root: &Path) -> Result<Vec<Output>, String> {
-    HEADERS.iter().map(|header| one(root, header)).collect()
+    HEADERS.iter().map(|header| one(root, header)).chain(SAME.iter().map(|path| Ok(same(path)))).collect()
+}
+
+/// A header that includes the one of the same name in the folder above `te`.
+fn same(path: &str) -> Output {
+    let up = "../".repeat(path.split('/').count());
+    let text = format!(
+        "/* The same for every ABI. Generated by `cargo run -p nvte-ep-codegen -- headers`. SPDX-License-Identifier: Apache-2.0 */\n\
+         #include \"{up}{path}\"\n"
+    );
+    Output { path: Path::new("include/nvte_ep/te").join(path), text }
 }
 
 fn one(root: &Path, header: &Header) -> Result<Output, String> {
@@ -191,10 +201,17 @@ fn one(root: &Path, header: &Header) -> Result<Output, String> {
         header.sources.join(" and ")
     ));
     config.include_guard = Some(header.guard.into());
-    config.includes = header.includes.iter().map(ToString::to_string).collect();
+    // An include in angle brackets is searched for on the program's path, one of the two folders.
+    for include in header.includes {
+        match include.strip_prefix('<').and_then(|rest| rest.strip_suffix('>')) {
+            Some(path) => config.sys_includes.push(path.into()),
+            None => config.includes.push((*include).into()),
+        }
+    }
     config.after_includes = (!header.foreign.is_empty()).then(|| format!("\n{}", header.foreign));
+    config.trailer = header.cpp.map(|file| format!("#ifdef __cplusplus\n#include \"{file}\"\n#endif"));
     // Types of the sources that no function of theirs mentions.
-    config.export.include = vec!["NVTECommWindow".into()];
+    config.export.include = ["NVTECommWindow", "NVTENVFP44Over6Mode"].map(String::from).to_vec();
     config.export.exclude = header.exclude.iter().chain(OPAQUE).map(ToString::to_string).collect();
     if header.sources.contains(&BINDINGS) {
         let bindings = std::fs::read_to_string(root.join(BINDINGS)).map_err(|e| e.to_string())?;

@@ -6,7 +6,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
-#include "transformer_engine/ep.h"
+#include <transformer_engine/ep.h>
 
 /** Options of a group, made by nvte_ep_ext_options_create. */
 typedef struct NVTEEpExtOptions NVTEEpExtOptions;

@@ -68,9 +68,9 @@ real="$real -I$te/include"
 # Our prototypes alone, over TransformerEngine's types: a parameter or return type that differs does not compile.
 prototypes() {
   printf '#include <transformer_engine/%s>\n' transformer_engine.h ep.h
-  for header in transformer_engine.h ep.h; do
+  for header in transformer_engine/transformer_engine.h te/transformer_engine/ep.h; do
     echo 'extern "C" {'
-    sed -n '/^extern "C" {/,/^}  \/\/ extern "C"/p' "include/nvte_ep/te/transformer_engine/$header" | sed '1,2d;/^#/d;s/\bstruct //g'
+    sed -n '/^extern "C" {/,/^}  \/\/ extern "C"/p' "include/nvte_ep/$header" | sed '1,2d;/^#/d;s/\bstruct //g'
   done
 }
 prototypes >"$work/prototypes.cc"

@@ -77,6 +77,76 @@ pub const kNVTENVFP4E4M3Max: NVTETensorParam = 9;
 /// Number of parameters.
 pub const kNVTENumTensorParams: NVTETensorParam = 10;
 
+/// A grouped tensor: tensors of one dtype and scaling mode, and possibly different shapes, in one array. An opaque value that
+/// nvte_create_grouped_tensor returns; NULL is the null grouped tensor.
+pub type NVTEGroupedTensor = *mut c_void;
+
+/// Which parameter of a grouped tensor nvte_set_grouped_tensor_param and nvte_get_grouped_tensor_param mean.
+pub type NVTEGroupedTensorParam = c_int;
+/// Row-wise data: an NVTEBasicTensor.
+pub const kNVTEGroupedRowwiseData: NVTEGroupedTensorParam = 0;
+/// Column-wise data: an NVTEBasicTensor.
+pub const kNVTEGroupedColumnwiseData: NVTEGroupedTensorParam = 1;
+/// Scales: an NVTEBasicTensor.
+pub const kNVTEGroupedScale: NVTEGroupedTensorParam = 2;
+/// Absolute maxima: an NVTEBasicTensor.
+pub const kNVTEGroupedAmax: NVTEGroupedTensorParam = 3;
+/// Inverse scales of the row-wise data: an NVTEBasicTensor.
+pub const kNVTEGroupedRowwiseScaleInv: NVTEGroupedTensorParam = 4;
+/// Inverse scales of the column-wise data: an NVTEBasicTensor.
+pub const kNVTEGroupedColumnwiseScaleInv: NVTEGroupedTensorParam = 5;
+/// Absolute maxima of the column-wise data: an NVTEBasicTensor.
+pub const kNVTEGroupedColumnwiseAmax: NVTEGroupedTensorParam = 6;
+/// Size of each tensor's first dimension, in device memory: an NVTEBasicTensor of int64.
+pub const kNVTEGroupedFirstDims: NVTEGroupedTensorParam = 7;
+/// Size of each tensor's last dimension, in device memory: an NVTEBasicTensor of int64.
+pub const kNVTEGroupedLastDims: NVTEGroupedTensorParam = 8;
+/// Offset of each tensor in the data, in device memory: an NVTEBasicTensor of int64.
+pub const kNVTEGroupedTensorOffsets: NVTEGroupedTensorParam = 9;
+/// Whether the scales are swizzled for matrix products: one byte.
+pub const kNVTEGroupedWithGEMMSwizzledScales: NVTEGroupedTensorParam = 10;
+/// Number of parameters of grouped tensors.
+pub const kNVTENumGroupedTensorParams: NVTEGroupedTensorParam = 11;
+
+/// How a tensor is to be quantized: an opaque value that nvte_create_quantization_config returns.
+pub type NVTEQuantizationConfig = *mut c_void;
+
+/// Which attribute nvte_set_quantization_config_attribute and nvte_get_quantization_config_attribute mean.
+pub type NVTEQuantizationConfigAttribute = c_int;
+/// Whether scales are powers of two: one byte.
+pub const kNVTEQuantizationConfigForcePow2Scales: NVTEQuantizationConfigAttribute = 0;
+/// What is added to absolute maxima: a float.
+pub const kNVTEQuantizationConfigAmaxEpsilon: NVTEQuantizationConfigAttribute = 1;
+/// A tensor whose one element says whether there is anything to do: an NVTETensor.
+pub const kNVTEQuantizationConfigNoopTensor: NVTEQuantizationConfigAttribute = 2;
+/// Deprecated: an int.
+pub const kNVTEQuantizationConfigFloat8BlockScaleTensorFormat: NVTEQuantizationConfigAttribute = 3;
+/// Seed and offset of random numbers: an NVTETensor of two elements.
+pub const kNVTEQuantizationConfigRNGState: NVTEQuantizationConfigAttribute = 4;
+/// Whether NVFP4 scales are of two-dimensional blocks: one byte.
+pub const kNVTEQuantizationConfigNVFP42DQuantization: NVTEQuantizationConfigAttribute = 5;
+/// Whether values are rounded at random: one byte.
+pub const kNVTEQuantizationConfigStochasticRounding: NVTEQuantizationConfigAttribute = 6;
+/// Whether arithmetic may be less exact: one byte.
+pub const kNVTEQuantizationConfigUseFastMath: NVTEQuantizationConfigAttribute = 7;
+/// How NVFP4 chooses between scales for 4 and for 6: an NVTENVFP44Over6Mode as one byte.
+pub const kNVTEQuantizationConfigNVFP44Over6Mode: NVTEQuantizationConfigAttribute = 8;
+/// Whether that choice may be computed less exactly: one byte.
+pub const kNVTEQuantizationConfigNVFP44Over6ErrUseFastMath: NVTEQuantizationConfigAttribute = 9;
+/// Whether MXFP8 scales are of two-dimensional blocks: one byte.
+pub const kNVTEQuantizationConfigMXFP82DQuantization: NVTEQuantizationConfigAttribute = 10;
+/// Number of attributes.
+pub const kNVTEQuantizationConfigNumAttributes: NVTEQuantizationConfigAttribute = 11;
+
+/// How NVFP4 chooses between scales for 4 and for 6.
+pub type NVTENVFP44Over6Mode = c_int;
+/// It does not choose.
+pub const kNVTENVFP44Over6Disabled: NVTENVFP44Over6Mode = 0;
+/// By the smaller mean absolute error.
+pub const kNVTENVFP44Over6MinMAE: NVTENVFP44Over6Mode = 1;
+/// By the smaller mean squared error.
+pub const kNVTENVFP44Over6MinMSE: NVTENVFP44Over6Mode = 2;
+
 /// A tensor's dimensions.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,15 +1,20 @@
 //! The NVTETensor C interface: small descriptions of arrays that callers pass to the nvte_ep_* functions.
 //!
-//! `surface` holds the exported functions, `store` the tensors. A library that links this crate exports the functions.
+//! `surface`, `grouped` and `quantization` hold the exported functions, `store` the objects. A library that links this crate
+//! exports the functions.
 
+#[allow(non_snake_case, reason = "C parameter names become the header")]
+pub mod grouped;
+pub mod quantization;
 mod store;
 #[allow(non_snake_case, reason = "C parameter names become the header")]
 pub mod surface;
+mod value;
 
 use nvte_ep_core::error::Result;
 use nvte_ep_core::ffi::types::NVTETensor;
 use nvte_ep_core::ffi::view::{Look, TensorParts, TensorReader};
-use store::{Param, Reading};
+use store::{Param, Reading, Tensor};
 
 /// Reads the tensors that this library made. While it lives none is made, changed or destroyed, and a thread has one at a
 /// time.
@@ -31,7 +36,7 @@ impl OwnTensors {
 impl TensorReader for OwnTensors {
     #[inline(always)]
     fn read<L: Look>(&self, tensor: NVTETensor, look: L) -> Result<Option<L::Seen>> {
-        let Some(tensor) = self.0.get(tensor)? else { return Ok(None) };
+        let Some(tensor) = self.0.get::<Tensor>(tensor)? else { return Ok(None) };
         Ok(Some(look.look(&TensorParts {
             data: tensor.array_ref(Param::RowwiseData).into(),
             scale_inv: tensor.array_ref(Param::RowwiseScaleInv).into(),

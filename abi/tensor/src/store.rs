@@ -1,8 +1,12 @@
-//! The tensors of this process. An NVTETensor is no pointer but a slot number with the slot's generation, so a value that
-//! was destroyed, copied past its life or made up is recognised and refused, also while other threads create and destroy.
+//! The tensors, grouped tensors and quantization configurations of this process. What callers hold is no pointer but a slot
+//! number with the slot's generation, so a value that was destroyed, copied past its life, made up, or is of another kind
+//! is recognised and refused, also while other threads create and destroy.
 #![forbid(unsafe_code)]
 #![allow(non_upper_case_globals, reason = "C constant names in patterns")]
 
+use crate::grouped::GroupedTensor;
+use crate::quantization::QuantizationConfig;
+use crate::value::Value;
 use nvte_ep_core::dtype::DType;
 use nvte_ep_core::error::{Error, Result};
 use nvte_ep_core::ffi::types::{
@@ -23,7 +27,19 @@ pub(crate) struct Array {
 
 impl Array {
     /// What a parameter is before it is set: no data, one dimension of size 0, float32.
-    const BLANK: Self = Self { data: 0, dtype: kNVTEFloat32, shape: NVTEShape { data: [0; 15], ndim: 1 } };
+    pub(crate) const BLANK: Self = Self { data: 0, dtype: kNVTEFloat32, shape: NVTEShape { data: [0; 15], ndim: 1 } };
+
+    /// The array, if its numbers are what they may be.
+    pub(crate) fn checked(self) -> Result<Self> {
+        if self.shape.ndim > self.shape.data.len() {
+            let required = format!("must have at most {} dimensions", self.shape.data.len());
+            return Err(Error::argument("shape.ndim", required, self.shape.ndim));
+        }
+        if DType::from_nvte(self.dtype).is_none() {
+            return Err(Error::argument("dtype", "must be an NVTEDType", self.dtype));
+        }
+        Ok(self)
+    }
 
     /// Number of elements.
     pub(crate) fn numel(&self) -> Result<usize> {
@@ -38,10 +54,10 @@ impl Array {
     }
 
     pub(crate) fn element_bits(&self) -> usize {
-        DType::from_nvte(self.dtype).expect("set_array checked it").bits()
+        DType::from_nvte(self.dtype).expect("checked when it was set").bits()
     }
 
-    fn is_blank(&self) -> bool {
+    pub(crate) fn is_blank(&self) -> bool {
         self.data == 0 && *self == Self { dtype: self.dtype, ..Self::BLANK }
     }
 }
@@ -112,6 +128,37 @@ impl ParamKind {
                 }),
         }
     }
+
+    /// The parameter's value in `tensor`.
+    pub(crate) fn of(self, tensor: &Tensor) -> Value {
+        match self {
+            Self::Array(param) => Value::Array(tensor.array(param)),
+            Self::SwizzledScales => Value::Flag(tensor.swizzled_scales),
+            Self::RowScaledNvfp4 => Value::Flag(tensor.row_scaled_nvfp4),
+            Self::Nvfp4E4m3Max => Value::Int(tensor.nvfp4_e4m3_max),
+        }
+    }
+
+    /// Sets it to a value of its kind.
+    pub(crate) fn set(self, tensor: &mut Tensor, value: Value) -> Result<()> {
+        match (self, value) {
+            (Self::Array(param), Value::Array(array)) => return tensor.set_array(param, array),
+            (Self::SwizzledScales, Value::Flag(flag)) => tensor.swizzled_scales = flag,
+            (Self::RowScaledNvfp4, Value::Flag(flag)) => tensor.row_scaled_nvfp4 = flag,
+            (Self::Nvfp4E4m3Max, Value::Int(number)) => tensor.nvfp4_e4m3_max = number,
+            _ => unreachable!("a value is read by its kind"),
+        }
+        Ok(())
+    }
+}
+
+/// The scaling mode, if it is one.
+pub(crate) fn checked_scaling_mode(scaling_mode: NVTEScalingMode) -> Result<NVTEScalingMode> {
+    let known = NVTE_DELAYED_TENSOR_SCALING..=NVTE_NVFP4_1D_SCALING;
+    if known.contains(&scaling_mode) || scaling_mode == NVTE_INVALID_SCALING {
+        return Ok(scaling_mode);
+    }
+    Err(Error::argument("scaling_mode", "must be an NVTEScalingMode", scaling_mode))
 }
 
 /// One tensor.
@@ -119,19 +166,15 @@ impl ParamKind {
 pub(crate) struct Tensor {
     scaling_mode: NVTEScalingMode,
     arrays: [Array; ARRAYS.len()],
-    pub(crate) swizzled_scales: bool,
-    pub(crate) row_scaled_nvfp4: bool,
-    pub(crate) nvfp4_e4m3_max: i32,
+    swizzled_scales: bool,
+    row_scaled_nvfp4: bool,
+    nvfp4_e4m3_max: i32,
 }
 
 impl Tensor {
     /// A tensor that nothing was put into.
     pub(crate) fn new(scaling_mode: NVTEScalingMode) -> Result<Self> {
-        let known = NVTE_DELAYED_TENSOR_SCALING..=NVTE_NVFP4_1D_SCALING;
-        if !known.contains(&scaling_mode) && scaling_mode != NVTE_INVALID_SCALING {
-            return Err(Error::argument("scaling_mode", "must be an NVTEScalingMode", scaling_mode));
-        }
-        Ok(Self { scaling_mode, ..Self::NULL })
+        Ok(Self { scaling_mode: checked_scaling_mode(scaling_mode)?, ..Self::NULL })
     }
 
     /// What reads of the null tensor see.
@@ -159,14 +202,7 @@ impl Tensor {
     }
 
     pub(crate) fn set_array(&mut self, param: Param, array: Array) -> Result<()> {
-        if array.shape.ndim > array.shape.data.len() {
-            let required = format!("must have at most {} dimensions", array.shape.data.len());
-            return Err(Error::argument("shape.ndim", required, array.shape.ndim));
-        }
-        if DType::from_nvte(array.dtype).is_none() {
-            return Err(Error::argument("dtype", "must be an NVTEDType", array.dtype));
-        }
-        self.arrays[param as usize] = array;
+        self.arrays[param as usize] = array.checked()?;
         Ok(())
     }
 
@@ -177,9 +213,73 @@ impl Tensor {
     }
 }
 
+/// What a slot holds. The rare kinds are boxed, so that they make no tensor larger.
+#[allow(clippy::large_enum_variant, reason = "nearly all are tensors, which every call reads")]
+pub(crate) enum Object {
+    Tensor(Tensor),
+    Grouped(Box<GroupedTensor>),
+    Quantization(Box<QuantizationConfig>),
+}
+
+/// A kind of object that callers create, change and destroy.
+pub(crate) trait Kind: Sized {
+    /// The name of its argument in the C functions.
+    const ARGUMENT: &'static str;
+    /// What such an argument must be.
+    const REQUIRED: &'static str;
+    /// What it must not be, where NULL is refused.
+    const NOT_NULL: &'static str;
+    fn of(object: &Object) -> Option<&Self>;
+    fn of_mut(object: &mut Object) -> Option<&mut Self>;
+}
+
+impl Kind for Tensor {
+    const ARGUMENT: &'static str = "tensor";
+    const REQUIRED: &'static str = "must be a live tensor of this library (nvte_create_tensor)";
+    const NOT_NULL: &'static str = "must not be the null tensor";
+
+    #[inline(always)]
+    fn of(object: &Object) -> Option<&Self> {
+        if let Object::Tensor(tensor) = object { Some(tensor) } else { None }
+    }
+
+    fn of_mut(object: &mut Object) -> Option<&mut Self> {
+        if let Object::Tensor(tensor) = object { Some(tensor) } else { None }
+    }
+}
+
+impl Kind for GroupedTensor {
+    const ARGUMENT: &'static str = "tensor";
+    const REQUIRED: &'static str = "must be a live grouped tensor of this library (nvte_create_grouped_tensor)";
+    const NOT_NULL: &'static str = "must not be the null grouped tensor";
+
+    fn of(object: &Object) -> Option<&Self> {
+        if let Object::Grouped(grouped) = object { Some(grouped) } else { None }
+    }
+
+    fn of_mut(object: &mut Object) -> Option<&mut Self> {
+        if let Object::Grouped(grouped) = object { Some(grouped) } else { None }
+    }
+}
+
+impl Kind for QuantizationConfig {
+    const ARGUMENT: &'static str = "config";
+    const REQUIRED: &'static str =
+        "must be a live quantization configuration of this library (nvte_create_quantization_config)";
+    const NOT_NULL: &'static str = "must not be NULL";
+
+    fn of(object: &Object) -> Option<&Self> {
+        if let Object::Quantization(config) = object { Some(config) } else { None }
+    }
+
+    fn of_mut(object: &mut Object) -> Option<&mut Self> {
+        if let Object::Quantization(config) = object { Some(config) } else { None }
+    }
+}
+
 struct Slot {
     generation: u32,
-    tensor: Option<Tensor>,
+    object: Option<Object>,
 }
 
 struct Store {
@@ -200,9 +300,8 @@ fn encode(index: u32, generation: u32) -> NVTETensor {
 }
 
 #[cold]
-fn dead(tensor: NVTETensor) -> Error {
-    let required = "must be a live tensor of this library (nvte_create_tensor)";
-    Error::argument("tensor", required, format!("{:#x}, destroyed before or never created", tensor.addr()))
+fn dead<K: Kind>(value: NVTETensor) -> Error {
+    Error::argument(K::ARGUMENT, K::REQUIRED, format!("{:#x}, destroyed before or never created", value.addr()))
 }
 
 /// A value's slot and generation, if it is one of ours at all.
@@ -215,34 +314,43 @@ fn decode(tensor: NVTETensor) -> Option<(usize, u32)> {
 
 impl Store {
     #[inline(always)]
-    fn get(&self, tensor: NVTETensor) -> Option<&Tensor> {
-        let (index, generation) = decode(tensor)?;
-        self.slots.get(index).filter(|slot| slot.generation == generation)?.tensor.as_ref()
+    fn get<K: Kind>(&self, value: NVTETensor) -> Option<&K> {
+        let (index, generation) = decode(value)?;
+        K::of(self.slots.get(index).filter(|slot| slot.generation == generation)?.object.as_ref()?)
     }
 
-    fn index(&self, tensor: NVTETensor) -> Result<usize> {
-        match decode(tensor) {
-            Some((index, _)) if self.get(tensor).is_some() => Ok(index),
-            _ => Err(dead(tensor)),
+    fn index<K: Kind>(&self, value: NVTETensor) -> Result<usize> {
+        match decode(value) {
+            Some((index, _)) if self.get::<K>(value).is_some() => Ok(index),
+            _ => Err(dead::<K>(value)),
         }
     }
 
-    /// Puts a tensor where there is room, which the caller made sure of.
-    fn insert(&mut self, tensor: Tensor) -> NVTETensor {
+    fn require_room(&self, count: usize) -> Result<()> {
+        let room = self.free.len() + MAX_SLOTS - self.slots.len();
+        if count <= room {
+            return Ok(());
+        }
+        let required = format!("must be at most the tensors that there is room for, {room}");
+        Err(Error::argument("N", required, count).with_remedy("destroy tensors that are not used any more"))
+    }
+
+    /// Puts an object where there is room, which the caller made sure of.
+    fn insert(&mut self, object: Object) -> NVTETensor {
         let index = self.free.pop().unwrap_or_else(|| {
-            self.slots.push(Slot { generation: 0, tensor: None });
+            self.slots.push(Slot { generation: 0, object: None });
             self.slots.len() as u32 - 1
         });
         let slot = &mut self.slots[index as usize];
         slot.generation += 1;
-        slot.tensor = Some(tensor);
+        slot.object = Some(object);
         encode(index, slot.generation)
     }
 
-    fn remove(&mut self, tensor: NVTETensor) -> Result<()> {
-        let index = self.index(tensor)?;
+    fn remove<K: Kind>(&mut self, value: NVTETensor) -> Result<()> {
+        let index = self.index::<K>(value)?;
         let slot = &mut self.slots[index];
-        slot.tensor = None;
+        slot.object = None;
         // A slot whose generations are used up is given up, so that no old value ever fits again.
         if slot.generation < GENERATION_MASK {
             self.free.push(index as u32);
@@ -255,12 +363,15 @@ impl Store {
 pub(crate) fn create(scaling_mode: NVTEScalingMode, count: usize) -> Result<Vec<NVTETensor>> {
     let tensor = Tensor::new(scaling_mode)?;
     let mut store = STORE.write();
-    let room = store.free.len() + MAX_SLOTS - store.slots.len();
-    if count > room {
-        let required = format!("must be at most the tensors that there is room for, {room}");
-        return Err(Error::argument("N", required, count).with_remedy("destroy tensors that are not used any more"));
-    }
-    Ok((0..count).map(|_| store.insert(tensor.clone())).collect())
+    store.require_room(count)?;
+    Ok((0..count).map(|_| store.insert(Object::Tensor(tensor.clone()))).collect())
+}
+
+/// One new object.
+pub(crate) fn create_object(object: Object) -> Result<NVTETensor> {
+    let mut store = STORE.write();
+    store.require_room(1)?;
+    Ok(store.insert(object))
 }
 
 /// Destroys tensors; null ones are passed over. All or none: a dead one among them, or one that is named twice, is an
@@ -270,13 +381,18 @@ pub(crate) fn destroy(tensors: &[NVTETensor]) -> Result<()> {
     let live = || tensors.iter().copied().filter(|tensor| !tensor.is_null());
     let mut seen = std::collections::HashSet::new();
     for tensor in live() {
-        store.index(tensor)?;
+        store.index::<Tensor>(tensor)?;
         if tensors.len() > 1 && !seen.insert(tensor) {
-            return Err(dead(tensor));
+            return Err(dead::<Tensor>(tensor));
         }
     }
-    live().for_each(|tensor| store.remove(tensor).expect("looked up just now"));
+    live().for_each(|tensor| store.remove::<Tensor>(tensor).expect("looked up just now"));
     Ok(())
+}
+
+/// Destroys an object of kind `K`; the null one is accepted.
+pub(crate) fn destroy_object<K: Kind>(value: NVTETensor) -> Result<()> {
+    if value.is_null() { Ok(()) } else { STORE.write().remove::<K>(value) }
 }
 
 /// All tensors, as they are until this is dropped.
@@ -290,20 +406,20 @@ pub(crate) fn reading() -> Reading {
 }
 
 impl Reading {
-    /// A tensor; none for the null tensor.
+    /// An object; none for the null one.
     #[inline(always)]
-    pub(crate) fn get(&self, tensor: NVTETensor) -> Result<Option<&Tensor>> {
-        match self.0.get(tensor) {
+    pub(crate) fn get<K: Kind>(&self, value: NVTETensor) -> Result<Option<&K>> {
+        match self.0.get(value) {
             found @ Some(_) => Ok(found),
-            None if tensor.is_null() => Ok(None),
-            None => Err(dead(tensor)),
+            None if value.is_null() => Ok(None),
+            None => Err(dead::<K>(value)),
         }
     }
 }
 
-/// What `look` makes of `tensor`; none for the null tensor.
-pub(crate) fn read<R>(tensor: NVTETensor, look: impl FnOnce(&Tensor) -> R) -> Result<Option<R>> {
-    Ok(reading().get(tensor)?.map(look))
+/// What `look` makes of the object; none for the null one.
+pub(crate) fn read<K: Kind, R>(value: NVTETensor, look: impl FnOnce(&K) -> R) -> Result<Option<R>> {
+    Ok(reading().get(value)?.map(look))
 }
 
 /// As [`read`], with the null tensor's defaults for the null tensor.
@@ -311,19 +427,24 @@ pub(crate) fn read_or_default<R>(tensor: NVTETensor, look: impl Fn(&Tensor) -> R
     Ok(read(tensor, &look)?.unwrap_or_else(|| look(&Tensor::NULL)))
 }
 
-/// As [`read`], with an error for the null tensor.
-pub(crate) fn read_live<R>(tensor: NVTETensor, look: impl FnOnce(&Tensor) -> R) -> Result<R> {
-    read(tensor, look)?.ok_or_else(|| Error::argument("tensor", "must not be the null tensor", "NULL"))
+#[cold]
+fn null<K: Kind>() -> Error {
+    Error::argument(K::ARGUMENT, K::NOT_NULL, "NULL")
 }
 
-/// Changes `tensor`.
-pub(crate) fn change(tensor: NVTETensor, change: impl FnOnce(&mut Tensor) -> Result<()>) -> Result<()> {
-    if tensor.is_null() {
-        return Err(Error::argument("tensor", "must not be the null tensor", "NULL"));
+/// As [`read`], with an error for the null object.
+pub(crate) fn read_live<K: Kind, R>(value: NVTETensor, look: impl FnOnce(&K) -> R) -> Result<R> {
+    read(value, look)?.ok_or_else(null::<K>)
+}
+
+/// Changes an object.
+pub(crate) fn change<K: Kind>(value: NVTETensor, change: impl FnOnce(&mut K) -> Result<()>) -> Result<()> {
+    if value.is_null() {
+        return Err(null::<K>());
     }
     let mut store = STORE.write();
-    let index = store.index(tensor)?;
-    change(store.slots[index].tensor.as_mut().expect("index checked it"))
+    let index = store.index::<K>(value)?;
+    change(store.slots[index].object.as_mut().and_then(K::of_mut).expect("index checked it"))
 }
 
 #[cfg(test)]
@@ -342,19 +463,19 @@ mod tests {
         assert!(text.starts_with("tensor must be a live tensor of this library"), "{text}");
         // Other tests take slots too, so look until this one's comes round.
         let again: Vec<_> = (0..64).map(|_| one()).collect();
-        assert!(read(first, |_| ()).is_err());
+        assert!(read(first, |_: &Tensor| ()).is_err());
         assert!(again.iter().all(|tensor| *tensor != first));
         destroy(&again).unwrap();
     }
 
     #[test]
     fn a_slot_is_given_up_before_its_values_come_round() {
-        let mut store = Store { slots: vec![Slot { generation: GENERATION_MASK - 1, tensor: None }], free: vec![0] };
-        let last = store.insert(Tensor::NULL);
-        store.remove(last).unwrap();
+        let mut store = Store { slots: vec![Slot { generation: GENERATION_MASK - 1, object: None }], free: vec![0] };
+        let last = store.insert(Object::Tensor(Tensor::NULL));
+        store.remove::<Tensor>(last).unwrap();
         assert!(store.free.is_empty());
-        let next = store.insert(Tensor::NULL);
-        assert_eq!((store.index(next).unwrap(), store.index(last).is_err()), (1, true));
+        let next = store.insert(Object::Tensor(Tensor::NULL));
+        assert_eq!((store.index::<Tensor>(next).unwrap(), store.index::<Tensor>(last).is_err()), (1, true));
     }
 
     #[test]
@@ -368,7 +489,7 @@ mod tests {
     #[test]
     fn made_up_values_are_refused() {
         for value in [1usize, 2, TAG | 0xFF_FFFF, TAG, usize::MAX, 0x7FFF_0000_1000] {
-            assert!(read(std::ptr::without_provenance_mut(value), |_| ()).is_err(), "{value:#x}");
+            assert!(read(std::ptr::without_provenance_mut(value), |_: &Tensor| ()).is_err(), "{value:#x}");
         }
     }
 
@@ -377,7 +498,7 @@ mod tests {
         let (a, b) = (one(), one());
         assert!(destroy(&[a, b, a]).is_err());
         destroy(&[a, std::ptr::null_mut(), b]).unwrap();
-        assert!(read(a, |_| ()).is_err() && read(b, |_| ()).is_err());
+        assert!(read(a, |_: &Tensor| ()).is_err() && read(b, |_: &Tensor| ()).is_err());
     }
 
     #[test]
@@ -388,8 +509,11 @@ mod tests {
                     for round in 0..2000usize {
                         let tensor = one();
                         let data = thread * 10_000 + round;
-                        change(tensor, |t| t.set_array(Param::RowwiseData, Array { data, ..Array::BLANK })).unwrap();
-                        assert_eq!(read(tensor, |t| t.array(Param::RowwiseData).data).unwrap(), Some(data));
+                        change(tensor, |t: &mut Tensor| {
+                            t.set_array(Param::RowwiseData, Array { data, ..Array::BLANK })
+                        })
+                        .unwrap();
+                        assert_eq!(read(tensor, |t: &Tensor| t.array(Param::RowwiseData).data).unwrap(), Some(data));
                         destroy(&[tensor]).unwrap();
                     }
                 });

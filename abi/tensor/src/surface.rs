@@ -1,6 +1,7 @@
 //! The exported functions. Each throws `std::runtime_error` for a tensor that is not alive and for what its text names.
 
 use crate::store::{self, Array, Param, ParamKind, Tensor};
+use crate::value::require_pointer;
 use nvte_ep_core::dtype::DType;
 use nvte_ep_core::env::Env;
 use nvte_ep_core::error::{Error, Result};
@@ -78,8 +79,8 @@ pub unsafe extern "C-unwind" fn nvte_set_tensor_param_v2(
     guard("nvte_set_tensor_param_v2", || {
         let kind = ParamKind::parse(param)?;
         // SAFETY: the caller vouches for the buffer.
-        let value = unsafe { Value::read(kind, buf, size_in_bytes) }?;
-        store::change(tensor, |tensor| value.store(kind, tensor))
+        let value = unsafe { kind.of(&Tensor::NULL).read(buf, size_in_bytes) }?;
+        store::change(tensor, |tensor| kind.set(tensor, value))
     });
 }
 
@@ -101,16 +102,9 @@ pub unsafe extern "C-unwind" fn nvte_get_tensor_param_v2(
 ) {
     guard("nvte_get_tensor_param_v2", || {
         let kind = ParamKind::parse(param)?;
-        let value = store::read_or_default(tensor, |tensor| Value::of(kind, tensor))?;
-        if !buf.is_null() {
-            // SAFETY: the caller vouches for the buffer.
-            unsafe { value.write(buf, size_in_bytes) }?;
-        }
-        if !size_written.is_null() {
-            // SAFETY: the caller vouches for the pointer.
-            unsafe { size_written.write(value.size()) };
-        }
-        Ok(())
+        let value = store::read_or_default(tensor, |tensor| kind.of(tensor))?;
+        // SAFETY: the caller vouches for the buffer and the pointer.
+        unsafe { value.give(buf, size_in_bytes, size_written) }
     });
 }
 
@@ -133,7 +127,7 @@ pub unsafe extern "C-unwind" fn nvte_set_tensor_param(
         // SAFETY: not NULL, and the caller vouches for what it points to.
         let array = unsafe { param.read() }.into();
         // SAFETY: as above.
-        store::change(unsafe { tensor.read() }, |tensor| tensor.set_array(which, array))
+        store::change(unsafe { tensor.read() }, |tensor: &mut Tensor| tensor.set_array(which, array))
     });
 }
 
@@ -146,10 +140,10 @@ pub extern "C-unwind" fn nvte_get_tensor_param(tensor: NVTETensor, param_name: N
     })
 }
 
-/// Makes a shape of ndim sizes. Throws for more than 15.
+/// Makes a shape of ndim sizes, all 0 where data is NULL. Throws for more than 15.
 ///
 /// # Safety
-/// data points to ndim values; it may be NULL if ndim is 0.
+/// data is NULL or points to ndim values.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn nvte_make_shape(data: *const usize, ndim: usize) -> NVTEShape {
     guard("nvte_make_shape", || {
@@ -158,8 +152,7 @@ pub unsafe extern "C-unwind" fn nvte_make_shape(data: *const usize, ndim: usize)
             let required = format!("must be at most {} dimensions", shape.data.len());
             return Err(Error::argument("ndim", required, ndim));
         }
-        require_pointer("data", data, ndim)?;
-        if ndim > 0 {
+        if !data.is_null() {
             // SAFETY: the caller's array holds ndim values, and the shape has room for them.
             unsafe { std::ptr::copy_nonoverlapping(data, shape.data.as_mut_ptr(), ndim) };
         }
@@ -177,7 +170,7 @@ pub extern "C-unwind" fn nvte_tensor_shape(tensor: NVTETensor) -> NVTEShape {
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn nvte_tensor_columnwise_shape(tensor: NVTETensor) -> NVTEShape {
     guard("nvte_tensor_columnwise_shape", || {
-        Ok(store::read_live(tensor, |tensor| tensor.array(Param::ColumnwiseData))?.shape)
+        Ok(store::read_live(tensor, |tensor: &Tensor| tensor.array(Param::ColumnwiseData))?.shape)
     })
 }
 
@@ -272,7 +265,7 @@ pub extern "C-unwind" fn nvte_tensor_scale_inv(tensor: NVTETensor) -> *mut f32 {
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn nvte_tensor_scale_inv_shape(tensor: NVTETensor) -> NVTEShape {
     guard("nvte_tensor_scale_inv_shape", || {
-        Ok(store::read_live(tensor, |tensor| tensor.array(Param::RowwiseScaleInv))?.shape)
+        Ok(store::read_live(tensor, |tensor: &Tensor| tensor.array(Param::RowwiseScaleInv))?.shape)
     })
 }
 
@@ -292,7 +285,7 @@ pub extern "C-unwind" fn nvte_tensor_scaling_mode(tensor: NVTETensor) -> NVTESca
 pub unsafe extern "C-unwind" fn nvte_zero_tensor(tensor: NVTETensor, stream: cudaStream_t) {
     guard("nvte_zero_tensor", || {
         let Some((data, amax)) =
-            store::read(tensor, |tensor| (tensor.array(Param::RowwiseData), tensor.array(Param::Amax)))?
+            store::read(tensor, |tensor: &Tensor| (tensor.array(Param::RowwiseData), tensor.array(Param::Amax)))?
         else {
             return Ok(());
         };
@@ -306,77 +299,6 @@ pub unsafe extern "C-unwind" fn nvte_zero_tensor(tensor: NVTETensor, stream: cud
     });
 }
 
-/// A parameter's value on its way through a caller's buffer.
-#[derive(Clone, Copy)]
-enum Value {
-    Array(Array),
-    Flag(bool),
-    Number(i32),
-}
-
-impl Value {
-    fn of(kind: ParamKind, tensor: &Tensor) -> Self {
-        match kind {
-            ParamKind::Array(param) => Self::Array(tensor.array(param)),
-            ParamKind::SwizzledScales => Self::Flag(tensor.swizzled_scales),
-            ParamKind::RowScaledNvfp4 => Self::Flag(tensor.row_scaled_nvfp4),
-            ParamKind::Nvfp4E4m3Max => Self::Number(tensor.nvfp4_e4m3_max),
-        }
-    }
-
-    fn store(self, kind: ParamKind, tensor: &mut Tensor) -> Result<()> {
-        match (kind, self) {
-            (ParamKind::Array(param), Self::Array(array)) => return tensor.set_array(param, array),
-            (ParamKind::SwizzledScales, Self::Flag(flag)) => tensor.swizzled_scales = flag,
-            (ParamKind::RowScaledNvfp4, Self::Flag(flag)) => tensor.row_scaled_nvfp4 = flag,
-            (ParamKind::Nvfp4E4m3Max, Self::Number(number)) => tensor.nvfp4_e4m3_max = number,
-            _ => unreachable!("a value is read by its kind"),
-        }
-        Ok(())
-    }
-
-    const fn size(self) -> usize {
-        match self {
-            Self::Array(_) => size_of::<NVTEBasicTensor>(),
-            Self::Flag(_) => size_of::<u8>(),
-            Self::Number(_) => size_of::<i32>(),
-        }
-    }
-
-    /// # Safety
-    /// `buf` is null or points to `size` readable bytes.
-    unsafe fn read(kind: ParamKind, buf: *const c_void, size: usize) -> Result<Self> {
-        require_pointer("buf", buf, 1)?;
-        let needed = Self::of(kind, &Tensor::NULL).size();
-        require_size(size, needed)?;
-        Ok(match kind {
-            // SAFETY: as many bytes are there; the buffer need not be aligned.
-            ParamKind::Array(_) => Self::Array(unsafe { buf.cast::<NVTEBasicTensor>().read_unaligned() }.into()),
-            // SAFETY: as above.
-            ParamKind::Nvfp4E4m3Max => Self::Number(unsafe { buf.cast::<i32>().read_unaligned() }),
-            ParamKind::SwizzledScales | ParamKind::RowScaledNvfp4 => {
-                // SAFETY: as above.
-                Self::Flag(unsafe { buf.cast::<u8>().read() } != 0)
-            }
-        })
-    }
-
-    /// # Safety
-    /// `buf` points to `size` writable bytes.
-    unsafe fn write(self, buf: *mut c_void, size: usize) -> Result<()> {
-        require_size(size, self.size())?;
-        match self {
-            // SAFETY: as many bytes are there; the buffer need not be aligned.
-            Self::Array(array) => unsafe { buf.cast::<NVTEBasicTensor>().write_unaligned(array.into()) },
-            // SAFETY: as above.
-            Self::Flag(flag) => unsafe { buf.cast::<u8>().write(flag.into()) },
-            // SAFETY: as above.
-            Self::Number(number) => unsafe { buf.cast::<i32>().write_unaligned(number) },
-        }
-        Ok(())
-    }
-}
-
 fn array_param(param: NVTETensorParam) -> Result<Param> {
     match ParamKind::parse(param)? {
         ParamKind::Array(array) => Ok(array),
@@ -386,26 +308,15 @@ fn array_param(param: NVTETensorParam) -> Result<Param> {
 }
 
 fn address(tensor: NVTETensor, param: Param) -> Result<*mut c_void> {
-    let data = store::read(tensor, |tensor| tensor.array(param).data)?.unwrap_or(0);
+    let data = store::read(tensor, |tensor: &Tensor| tensor.array(param).data)?.unwrap_or(0);
     Ok(std::ptr::with_exposed_provenance_mut(data))
 }
 
 fn size_bytes(array: &Array) -> Result<usize> {
-    let dtype = DType::from_nvte(array.dtype).expect("set_array checked it");
+    let dtype = DType::from_nvte(array.dtype).expect("checked when it was set");
     let numel = array.numel()?;
     match numel.checked_mul(dtype.bits()) {
         Some(_) => Ok(dtype.bytes(numel)),
         None => Err(Error::argument("tensor", "must have a size that fits memory", format!("{numel} elements"))),
     }
-}
-
-fn require_pointer<T>(argument: &'static str, pointer: *const T, count: usize) -> Result<()> {
-    if count > 0 && pointer.is_null() { Err(Error::argument(argument, "must not be NULL", "NULL")) } else { Ok(()) }
-}
-
-fn require_size(found: usize, needed: usize) -> Result<()> {
-    if found >= needed {
-        return Ok(());
-    }
-    Err(Error::argument("size_in_bytes", format!("must be at least the parameter's size, {needed}"), found))
 }
