@@ -19,15 +19,14 @@ function(nvte_ep_install_library component file name)
   nvte_ep_install_link(${component} ${name}.so.1 ${CMAKE_INSTALL_LIBDIR}/${name}.so)
 endfunction()
 
-# nvte_ep_install_link(COMPONENT TARGET PATH): a symbolic link at PATH below the prefix. At install time, so that DESTDIR
-# and --prefix count.
+# nvte_ep_install_link(COMPONENT TARGET PATH): a symbolic link at PATH below the prefix. It is made in the build folder and
+# installed as a file, so that it is in the manifest, by which the target `uninstall` removes what was installed.
 function(nvte_ep_install_link component target path)
-  install(CODE "
-    set(link \"\$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/${path}\")
-    get_filename_component(folder \"\${link}\" DIRECTORY)
-    file(MAKE_DIRECTORY \"\${folder}\")
-    file(CREATE_LINK \"${target}\" \"\${link}\" SYMBOLIC)
-    message(STATUS \"Installing: \${link} -> ${target}\")" COMPONENT ${component})
+  set(link ${PROJECT_BINARY_DIR}/links/${path})
+  get_filename_component(folder ${path} DIRECTORY)
+  file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/links/${folder})
+  file(CREATE_LINK ${target} ${link} SYMBOLIC)
+  install(FILES ${link} DESTINATION ${folder} COMPONENT ${component})
 endfunction()
 
 # nvte_ep_install_pc(COMPONENT): its pkg-config file.
@@ -49,15 +48,22 @@ install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/nvte_ep DESTINATION ${CMAKE_INST
   PATTERN nvte_ep/te EXCLUDE)
 install(PROGRAMS ${nvte_ep_library_dir}/nvte-ep DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT nvte_ep)
 install(FILES ${PROJECT_SOURCE_DIR}/LICENSE ${PROJECT_SOURCE_DIR}/THIRD_PARTY_LICENSES
-  ${PROJECT_SOURCE_DIR}/README.md ${PROJECT_SOURCE_DIR}/CHANGELOG.md
+  ${PROJECT_SOURCE_DIR}/README.md ${PROJECT_SOURCE_DIR}/CHANGELOG.md ${PROJECT_SOURCE_DIR}/CONTRIBUTING.md
   DESTINATION ${docs_dir} COMPONENT nvte_ep)
-install(DIRECTORY ${PROJECT_SOURCE_DIR}/docs DESTINATION ${docs_dir} COMPONENT nvte_ep)
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/docs ${PROJECT_SOURCE_DIR}/examples DESTINATION ${docs_dir} COMPONENT nvte_ep)
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/cli/man/ DESTINATION ${CMAKE_INSTALL_MANDIR}/man1 COMPONENT nvte_ep)
+set(completions ${PROJECT_SOURCE_DIR}/cli/completions)
+install(FILES ${completions}/nvte-ep.bash
+  DESTINATION ${CMAKE_INSTALL_DATAROOTDIR}/bash-completion/completions RENAME nvte-ep COMPONENT nvte_ep)
+install(FILES ${completions}/_nvte-ep DESTINATION ${CMAKE_INSTALL_DATAROOTDIR}/zsh/site-functions COMPONENT nvte_ep)
+install(FILES ${completions}/nvte-ep.fish
+  DESTINATION ${CMAKE_INSTALL_DATAROOTDIR}/fish/vendor_completions.d COMPONENT nvte_ep)
 nvte_ep_install_pc(nvte_ep nvte_ep)
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/nvte_ep)
 configure_package_config_file(${CMAKE_CURRENT_LIST_DIR}/nvte_epConfig.cmake.in ${PROJECT_BINARY_DIR}/nvte_epConfig.cmake
   INSTALL_DESTINATION ${package_dir}
-  PATH_VARS CMAKE_INSTALL_INCLUDEDIR CMAKE_INSTALL_LIBDIR)
+  PATH_VARS CMAKE_INSTALL_INCLUDEDIR CMAKE_INSTALL_LIBDIR CMAKE_INSTALL_BINDIR)
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/nvte_epConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/nvte_epConfig.cmake ${PROJECT_BINARY_DIR}/nvte_epConfigVersion.cmake
   DESTINATION ${package_dir} COMPONENT nvte_ep)
@@ -89,3 +95,13 @@ foreach(name libcuda.so.1 libcudart.so.12 libcudart.so.13 libnccl.so.2 libnccl_e
 endforeach()
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/nvte_ep_host DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT host)
 nvte_ep_install_pc(host nvte_ep_host)
+
+# ---- uninstall ----
+
+# Another project may have a target of that name.
+if(top_level)
+  add_custom_target(uninstall
+    COMMAND ${CMAKE_COMMAND} -D BINARY_DIR=${PROJECT_BINARY_DIR} -P ${CMAKE_CURRENT_LIST_DIR}/uninstall.cmake
+    COMMENT "removing what the last `cmake --install` installed"
+    VERBATIM)
+endif()

@@ -406,4 +406,40 @@ mod tests {
         assert!(Cli::try_parse_from(["nvte-ep", "doctor"]).is_err());
         assert!(Cli::try_parse_from(["nvte-ep", "run", "--dtype", "f64"]).is_err());
     }
+
+    /// Man pages and completions are committed, so that packages need not run the command to have them.
+    /// `NVTE_EP_WRITE=1 cargo test -p nvte-ep-cli current` rewrites them.
+    #[test]
+    fn man_pages_and_completions_are_current() {
+        use clap_complete::Shell;
+        let here = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+        let mut files = Vec::new();
+        let mut command = Cli::command();
+        command.build();
+        // One page for the command and one for each subcommand; `help` has none.
+        let all = std::iter::once(&command).chain(command.get_subcommands().filter(|sub| sub.get_name() != "help"));
+        for page in all {
+            let name = page.get_display_name().unwrap_or("nvte-ep").to_owned();
+            let mut text = Vec::new();
+            clap_mangen::Man::new(page.clone()).render(&mut text).unwrap();
+            files.push((here.join(format!("man/{name}.1")), text));
+        }
+        for (shell, name) in [(Shell::Bash, "nvte-ep.bash"), (Shell::Zsh, "_nvte-ep"), (Shell::Fish, "nvte-ep.fish")] {
+            let mut text = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "nvte-ep", &mut text);
+            files.push((here.join("completions").join(name), text));
+        }
+        for (path, text) in files {
+            if std::env::var_os("NVTE_EP_WRITE").is_some() {
+                std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+                std::fs::write(&path, &text).unwrap();
+            }
+            let there = std::fs::read(&path).unwrap_or_default();
+            assert!(
+                there == text,
+                "{} is not current: NVTE_EP_WRITE=1 cargo test -p nvte-ep-cli current",
+                path.display()
+            );
+        }
+    }
 }

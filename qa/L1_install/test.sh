@@ -29,6 +29,17 @@ check "CMAKE_BUILD_PARALLEL_LEVEL" jobs_are "-j 5" CMAKE_BUILD_PARALLEL_LEVEL=5
 check "make -j" jobs_are "-j 2" MAKEFLAGS=" -j2 --jobserver-auth=3,4"
 bad_jobs() { ! jobs_are "" MAX_JOBS=many 2>"$work/log" && grep 'MAX_JOBS takes a number of jobs, got "many"' "$work/log"; }
 check "MAX_JOBS=many is refused" bad_jobs
+# refused WORDS OPTION...: CMake ends with these words where it configures this project with the options.
+refused() {
+  ! cmake -S "$ROOT" -B "$work/refused" -G Ninja --fresh -DNVTE_EP_BUILD_TESTS=OFF "${@:2}" >"$work/log" 2>&1 || { cat "$work/log"; return 1; }
+  tr -s ' \n' ' ' <"$work/log" | grep -F -e "$1" || { cat "$work/log"; return 1; }
+}
+check "NVTE_EP_LIBRARY_DIR that does not exist" refused \
+  "NVTE_EP_LIBRARY_DIR is /nonexist, where these files are missing: libnvte_ep.so, " -DNVTE_EP_LIBRARY_DIR=/nonexist
+mkdir -p "$work/half"; cp "$built"/*.so "$work/half/"
+check "NVTE_EP_LIBRARY_DIR without the command" refused "where these files are missing: nvte-ep;" -DNVTE_EP_LIBRARY_DIR="$work/half"
+check "NVTE_EP_WITH_NCCL_EP=maybe" refused 'NVTE_EP_WITH_NCCL_EP must be AUTO, ON or OFF, got "maybe"' \
+  -DNVTE_EP_LIBRARY_DIR="$built" -DNVTE_EP_WITH_NCCL_EP=maybe
 check "NVTE_EP_WITH_NCCL_EP and NVTE_CUDA_ARCHS" cmake -D WORK="$work" -P qa/L1_install/archs.cmake
 
 # ---- the installed tree ----
@@ -47,6 +58,20 @@ nothing_named() { ! grep -rIl -e "$work/stage" -e "$ROOT" -e /opt/nvte "$work/fu
 check "nothing names the place of the build or the prefix" nothing_named
 dangling() { ! find "$work/full" -xtype l | grep .; }
 check "no link leads nowhere" dangling
+check "links in the installed pages lead somewhere" qa/L1_install/links.py "$work/full"
+check "and those in the sources" qa/L1_install/links.py docs
+uninstalls() {
+  quietly cmake --install "$work/build-full" --prefix "$work/gone/nvte" "$@" && [ -n "$(find "$work/gone" -type l)" ] \
+    && quietly cmake --build "$work/build-full" --target uninstall && [ -z "$(ls -A "$work/gone")" ] || { find "$work/gone"; return 1; }
+}
+check "uninstall leaves nothing" uninstalls
+check "also of one component" uninstalls --component host
+foreign_files_stay() {
+  quietly cmake --install "$work/build-full" --prefix "$work/gone" && touch "$work/gone/lib/other" "$work/gone/.hidden" \
+    && quietly cmake --build "$work/build-full" --target uninstall \
+    && diff <(cd "$work/gone" && find . | sort) <(printf '%s\n' . ./.hidden ./lib ./lib/other)
+}
+check "uninstall leaves what it did not install" foreign_files_stay
 sonames() {
   local file soname
   find "$lib" -maxdepth 1 -name '*.so.[0-9]*' -type f | while read -r file; do
@@ -108,6 +133,28 @@ check "and it runs" said "$theirs" env LD_LIBRARY_PATH="$lib/nvte_ep/te" "$work/
 check "pkg-config nvte_ep nvte_ep_host" by_pc by_pc_c gcc -std=c11 tests_cpp/consumers/consumer.c -- nvte_ep nvte_ep_host
 check "and it runs" said "step exact" env LD_LIBRARY_PATH="$lib" "$work/by_pc_c"
 
+# both_abis FIND: a program that links both ABIs, whose targets FIND gives, does not get past the configuration.
+both_abis() {
+  mkdir -p "$work/both"; echo 'int main() {}' >"$work/both/main.cc"
+  printf 'cmake_minimum_required(VERSION 3.21)\nproject(p C CXX)\n%s\nadd_executable(p main.cc)\ntarget_link_libraries(p nvte_ep::nvte_ep nvte_ep::host %s)\n' \
+    "$1" '${ALSO}' >"$work/both/CMakeLists.txt"
+  local configure=(cmake -S "$work/both" -B "$work/both/build" --fresh -DCMAKE_PREFIX_PATH="$work/full" -DNVTE_EP_LIBRARY_DIR="$built")
+  quietly "${configure[@]}" || return 1
+  ! "${configure[@]}" -DALSO=nvte_ep::transformer_engine >"$work/log" 2>&1 && grep 'The INTERFACE_nvte_ep_abi property of "nvte_ep::transformer_engine" does' "$work/log"
+}
+check "both ABIs in one program, find_package" both_abis "find_package(nvte_ep REQUIRED)"
+check "both ABIs in one program, add_subdirectory" both_abis "add_subdirectory($ROOT nvte_ep)"
+# with_cli FIND: a test that starts the command by its target.
+with_cli() {
+  mkdir -p "$work/cli"
+  printf 'cmake_minimum_required(VERSION 3.21)\nproject(p C CXX)\n%s\nenable_testing()\nadd_test(NAME ep COMMAND nvte_ep::cli launch -n 2 -- sh -c "test $WORLD_SIZE = 2")\n' \
+    "$1" >"$work/cli/CMakeLists.txt"
+  quietly cmake -S "$work/cli" -B "$work/cli/build" --fresh -DCMAKE_PREFIX_PATH="$work/full" -DNVTE_EP_LIBRARY_DIR="$built" \
+    && quietly ctest --test-dir "$work/cli/build" --no-tests=error --timeout 60
+}
+check "the target nvte_ep::cli, find_package" with_cli "find_package(nvte_ep REQUIRED)"
+check "the target nvte_ep::cli, add_subdirectory" with_cli "add_subdirectory($ROOT nvte_ep)"
+
 subproject() {
   quietly cmake -S tests_cpp/consumers/subproject -B "$work/$1" -G Ninja -DNVTE_EP_SOURCE="$ROOT" "${@:2}" \
     && quietly cmake --build "$work/$1" && said "$ours" "$work/$1/with_nvte_ep" && said "$stub" "$work/$1/with_stub" && said "$theirs" "$work/$1/with_transformer_engine"
@@ -157,6 +204,9 @@ check "the installed command launches programs" command_launches
 
 check "configure for Debian" configure deb -DCMAKE_INSTALL_PREFIX=/usr
 check "Debian package" quietly cpack -G DEB -B "$work/deb" --config "$work/build-deb/CPackConfig.cmake"
+# Its overrides, with their reasons, are in cmake/debian.cmake. It warns of being run as root, on standard error.
+clean() { [ -f "$(echo "$work"/deb/nvte-ep_*.deb)" ] && [ -z "$(lintian --tag-display-limit 0 "$work"/deb/nvte-ep_*.deb 2>&1 | grep -v 'running with root privileges' | tee /dev/stderr)" ]; }
+check "lintian has nothing to say" clean
 if unshare -m qa/L1_install/debian.sh "$work/copy" 2>/dev/null; then
   check "installs, serves consumers, and is removed without a rest" timeout 300 unshare -m qa/L1_install/debian.sh "$work/copy" "$work"/deb/nvte-ep_*.deb
 else

@@ -1,0 +1,82 @@
+# Print an optspec for argparse to handle cmd's options that are independent of any subcommand.
+function __fish_nvte_ep_global_optspecs
+    string join \n h/help V/version
+end
+
+function __fish_nvte_ep_needs_command
+    # Figure out if the current invocation already has a command.
+    set -l cmd (commandline -opc)
+    set -e cmd[1]
+    argparse -s (__fish_nvte_ep_global_optspecs) -- $cmd 2>/dev/null
+    or return
+    if set -q argv[1]
+        # Also print the command, so this can be used to figure out what it is.
+        echo $argv[1]
+        return 1
+    end
+    return 0
+end
+
+function __fish_nvte_ep_using_subcommand
+    set -l cmd (__fish_nvte_ep_needs_command)
+    test -z "$cmd"
+    and return 1
+    contains -- $cmd[1] $argv
+end
+
+complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -s h -l help -d 'Print help'
+complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -s V -l version -d 'Print version'
+complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "run" -d 'Run a mixture-of-experts layer, forward and backward, and check every output against a reference'
+complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "bench" -d 'Time staged against zero-copy groups, in bfloat16 and MXFP8, with the device memory that each takes, and check that both give the same bits'
+complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "launch" -d 'Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU'
+complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "help" -d 'Print this message or the help of the given subcommand(s)'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -s n -l ranks -l np -l nproc-per-node -d 'Ranks to start [default: 4; under a launcher, as many as it started]' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l tokens -d 'Most tokens a rank sends in one step' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l hidden -d 'Elements of a token' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l top-k -d 'Experts of a token' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l experts -d 'Experts over all ranks' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l align -d 'Every expert\'s received rows are padded to a multiple of this many; 0 or 1 = no padding' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l seed -d 'Seed of routing, tokens, gradients and experts' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l runtime -d 'Where to run' -r -f -a "auto\t'NVTE_EP_RUNTIME if set; else cuda where there is a fit GPU; else host'
+cuda\t'GPUs, through CUDA, NCCL and NCCL EP'
+host\t'The host runtime: no GPU needed'"
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l max-sms -d 'Streaming multiprocessors that a rank\'s communication may use [default: the library\'s choice, shared out where ranks share a GPU]' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l timeout -d 'Seconds after which the whole run is ended as failed' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l dtype -d 'Data type of tokens' -r -f -a "bf16\t'bfloat16'
+f16\t'IEEE 754 binary16'
+f32\t'IEEE 754 binary32'"
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l steps -d 'Steps, each with a routing of its own' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l expert-dim -d 'Inner dimension of the experts, y = B (A x)' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l json -d 'Print machine-readable results instead of tables'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -s v -l verbose -d 'Pass on what the ranks print themselves (started ranks only)'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l digest -d 'Also print a hash of every output, by step and rank, to compare runs bit by bit'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -s h -l help -d 'Print help (see more with \'--help\')'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -s n -l ranks -l np -l nproc-per-node -d 'Ranks to start [default: 4; under a launcher, as many as it started]' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l tokens -d 'Most tokens a rank sends in one step' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l hidden -d 'Elements of a token' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l top-k -d 'Experts of a token' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l experts -d 'Experts over all ranks' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l align -d 'Every expert\'s received rows are padded to a multiple of this many; 0 or 1 = no padding' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l seed -d 'Seed of routing, tokens, gradients and experts' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l runtime -d 'Where to run' -r -f -a "auto\t'NVTE_EP_RUNTIME if set; else cuda where there is a fit GPU; else host'
+cuda\t'GPUs, through CUDA, NCCL and NCCL EP'
+host\t'The host runtime: no GPU needed'"
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l max-sms -d 'Streaming multiprocessors that a rank\'s communication may use [default: the library\'s choice, shared out where ranks share a GPU]' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l timeout -d 'Seconds after which the whole run is ended as failed' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l iterations -d 'Timed iterations, after three that are not' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l transfer -d 'Which groups' -r -f -a "both\t'One after the other'
+staged\t'Staged ones only'
+zero-copy\t'Zero-copy ones only'"
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l json -d 'Print machine-readable results instead of tables'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -s v -l verbose -d 'Pass on what the ranks print themselves (started ranks only)'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -s h -l help -d 'Print help (see more with \'--help\')'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand launch" -s n -l ranks -l np -l nproc-per-node -d 'Ranks to start' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand launch" -l runtime -d 'Where the program runs [default: NVTE_EP_RUNTIME if set; else host]' -r -f -a "host\t'The host runtime, in place of the CUDA and NCCL libraries too that the program is linked to'
+cuda\t'The machine\'s own CUDA and NCCL'"
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand launch" -l grace -d 'Seconds that the other ranks have when one has failed, or a signal has come, before they are ended' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand launch" -l timeout -d 'Seconds after which all ranks are ended' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand launch" -s h -l help -d 'Print help (see more with \'--help\')'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch help" -f -a "run" -d 'Run a mixture-of-experts layer, forward and backward, and check every output against a reference'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch help" -f -a "bench" -d 'Time staged against zero-copy groups, in bfloat16 and MXFP8, with the device memory that each takes, and check that both give the same bits'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch help" -f -a "launch" -d 'Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch help" -f -a "help" -d 'Print this message or the help of the given subcommand(s)'
