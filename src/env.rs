@@ -1,6 +1,7 @@
 //! Every environment variable that the library reads: name, default, meaning, parse. Read once, at initialize.
 
 use crate::error::{Error, Result};
+use crate::options::EngineChoice;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -72,6 +73,11 @@ const HANDLE_CACHE_SIZE: Variable = Variable {
     default: "8192 for libnvte_ep, 4096 for TransformerEngine's ABI",
     meaning: "how many layers may be registered on a group, or how many handle memories are kept open; negative = no limit",
 };
+const BACKEND: Variable = Variable {
+    name: "NVTE_EP_BACKEND",
+    default: "auto",
+    meaning: "what moves the rows: nccl_ep, native, or auto for the one that fits; the option backend comes first",
+};
 const TIMEOUT_MS: Variable = Variable {
     name: "NVTE_EP_TIMEOUT_MS",
     default: "600000",
@@ -96,6 +102,7 @@ pub const VARIABLES: &[Variable] = &[
     NCCL_HOME,
     NCCL_EP_LIB,
     NCCL_EP_HOME,
+    BACKEND,
     HANDLE_CACHE_SIZE,
     TIMEOUT_MS,
     SHUTDOWN_TIMEOUT_MS,
@@ -140,6 +147,8 @@ pub struct Env {
     pub nccl_ep_lib: Option<PathBuf>,
     /// `NCCL_EP_HOME`.
     pub nccl_ep_home: Option<PathBuf>,
+    /// `NVTE_EP_BACKEND`.
+    pub backend: EngineChoice,
     /// `NVTE_EP_HANDLE_CACHE_SIZE`.
     pub handle_cache_size: CacheSize,
     /// `NVTE_EP_TIMEOUT_MS`; none = no limit.
@@ -192,6 +201,11 @@ impl Env {
             nccl_home: path(&NCCL_HOME),
             nccl_ep_lib: path(&NCCL_EP_LIB),
             nccl_ep_home: path(&NCCL_EP_HOME),
+            backend: match get(&BACKEND).as_deref() {
+                None => EngineChoice::Auto,
+                Some(name) => EngineChoice::of_name(name)
+                    .ok_or_else(|| Error::argument(BACKEND.name, "must be auto, nccl_ep or native", name))?,
+            },
             handle_cache_size: match integer(&HANDLE_CACHE_SIZE, "an integer")? {
                 None => CacheSize::Default,
                 Some(0) => {
@@ -221,7 +235,7 @@ mod tests {
         assert_eq!(env.handle_cache_size.limit(8192), Some(8192));
         assert_eq!(env.timeout, Some(Duration::from_secs(600)));
         assert_eq!(env.shutdown_timeout, Some(Duration::from_secs(30)));
-        assert_eq!(env.nccl_lib, None);
+        assert_eq!((env.nccl_lib, env.backend), (None, EngineChoice::Auto));
     }
 
     #[test]
@@ -232,6 +246,7 @@ mod tests {
             ("NVTE_EP_NCCL_EP_LIB", "/x/libnccl_ep.so"),
             ("NCCL_HOME", "/opt/nccl"),
             ("NCCL_EP_HOME", ""),
+            ("NVTE_EP_BACKEND", "nccl_ep"),
             ("NVTE_EP_HANDLE_CACHE_SIZE", "-1"),
             ("NVTE_EP_TIMEOUT_MS", "0"),
             ("NVTE_EP_SHUTDOWN_TIMEOUT_MS", "250"),
@@ -241,7 +256,7 @@ mod tests {
         assert_eq!(env.nccl_lib, None);
         assert_eq!(env.nccl_ep_lib, Some("/x/libnccl_ep.so".into()));
         assert_eq!(env.nccl_home, Some("/opt/nccl".into()));
-        assert_eq!(env.nccl_ep_home, None);
+        assert_eq!((env.nccl_ep_home, env.backend), (None, EngineChoice::NcclEp));
         assert_eq!(env.handle_cache_size, CacheSize::Unlimited);
         assert_eq!(env.timeout, None);
         assert_eq!(env.shutdown_timeout, Some(Duration::from_millis(250)));
@@ -251,6 +266,7 @@ mod tests {
     fn garbage_is_refused_by_name() {
         for (name, value, text) in [
             ("NVTE_EP_RUNTIME", "gpu", "NVTE_EP_RUNTIME must be cuda or host, got gpu"),
+            ("NVTE_EP_BACKEND", "nccl", "NVTE_EP_BACKEND must be auto, nccl_ep or native, got nccl"),
             ("NVTE_EP_HANDLE_CACHE_SIZE", "many", "NVTE_EP_HANDLE_CACHE_SIZE must be an integer, got many"),
             (
                 "NVTE_EP_HANDLE_CACHE_SIZE",

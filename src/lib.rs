@@ -1,8 +1,7 @@
-//! The core of nvte-ep: expert-parallel dispatch and combine over NCCL EP's high-throughput mode.
+//! The core of nvte-ep: expert-parallel dispatch and combine, over NCCL EP's high-throughput mode.
 //!
 //! The C libraries of this repository are thin surfaces over this crate; a Rust program can use it directly.
-//! Arrows point one way: surfaces (`abi/*`) -> [`ffi`] -> [`backend`], [`ops`], [`handle_cache`], [`config`] -> `desc`
-//! -> [`sys`].
+//! Arrows point one way: surfaces (`abi/*`) -> [`ffi`] -> [`backend`] -> [`ops`], [`config`] -> [`sys`].
 //!
 //! | module | holds |
 //! |---|---|
@@ -12,12 +11,9 @@
 //! | [`options`] | what a group can be told beyond its configuration |
 //! | [`dtype`], [`tensor`] | data types; a tensor's type, shape and place |
 //! | [`ops`] | the per-step operations: arguments by name and their checks |
-//! | [`backend`] | the EP group of each device: initialize, shutdown, and the operations |
+//! | [`backend`] | the EP group of each device: initialize, shutdown, the operations, and the engine that moves the rows |
 //! | [`memory`] | what a group's device memory amounts to |
 //! | [`symm_pool`] | which bytes of which segment of symmetric memory are taken |
-//! | [`handle_cache`] | which NCCL EP handle serves which layer |
-//! | `stamp` | what a piece of handle memory says of itself |
-//! | `desc` | from tensors to NCCL EP's descriptors |
 //! | `progress` | how far each rank has come, for who waits too long |
 //! | `preflight` | what would make the libraries below abort or hang, looked at first |
 //! | [`sys`] | the loaded libraries |
@@ -28,12 +24,10 @@ compile_error!("nvte-ep needs panic = \"unwind\": its error boundary turns panic
 
 pub mod backend;
 pub mod config;
-mod desc;
 pub mod dtype;
 pub mod env;
 pub mod error;
 pub mod ffi;
-pub mod handle_cache;
 mod log;
 pub mod memory;
 pub mod ops;
@@ -41,7 +35,6 @@ pub mod options;
 mod patience;
 mod preflight;
 mod progress;
-mod stamp;
 pub mod symm_pool;
 pub mod sys;
 pub mod tensor;

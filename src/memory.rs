@@ -3,7 +3,9 @@
 #![forbid(unsafe_code)]
 
 use crate::config::{GroupConfig, Transfer};
-use crate::stamp::STAMP_BYTES;
+
+/// Bytes in front of the engine's part of handle memory, in which it says what it holds: one unit of its alignment.
+pub(crate) const HEADER_BYTES: usize = 256;
 
 /// Parts of NCCL EP's buffers start at multiples of this.
 const PART: u64 = 256;
@@ -65,7 +67,7 @@ fn piece(bytes: u64) -> u64 {
     if bytes < PIECE { part(bytes) } else { bytes.next_multiple_of(PIECE) }
 }
 
-/// Bytes of handle memory for a layer of `top_k` experts per token, on a device of `sm_count` multiprocessors: the stamp,
+/// Bytes of handle memory for a layer of `top_k` experts per token, on a device of `sm_count` multiprocessors: the header,
 /// what NCCL EP needs, and the copy of the indices. A live group asks NCCL EP instead; this is for planning.
 #[must_use]
 pub fn handle_bytes(config: &GroupConfig, top_k: u32, sm_count: u32) -> u64 {
@@ -91,7 +93,7 @@ pub fn handle_bytes(config: &GroupConfig, top_k: u32, sm_count: u32) -> u64 {
         [rows * top_k * 4, rows * top_k * 4, tokens * ranks * 4]
     };
     let indices = u64::from(config.max_tokens_per_rank) * top_k * 8;
-    STAMP_BYTES as u64 + common.into_iter().chain(own).map(part).sum::<u64>() + indices
+    HEADER_BYTES as u64 + common.into_iter().chain(own).map(part).sum::<u64>() + indices
 }
 
 #[cfg(test)]
@@ -114,7 +116,7 @@ mod tests {
         assert_eq!(GroupMemory::of(&staged).staging - GroupMemory::of(&zero_copy).staging, 2 * rows);
     }
 
-    /// The sizes that NCCL EP reports, as the host runtime has them too, with the stamp and 64 tokens' indices.
+    /// The sizes that NCCL EP reports, as the host runtime has them too, with the header and 64 tokens' indices.
     #[test]
     fn handle_memory() {
         let config = GroupConfig::try_from(REQUEST).unwrap();

@@ -5,11 +5,29 @@ use crate::config::{GroupRequest, Overflow};
 use crate::error::{Error, Result};
 use std::time::Duration;
 
-/// Which implementation does the work.
+/// Which engine moves the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Backend {
+pub enum EngineChoice {
+    /// As `NVTE_EP_BACKEND` says, or else the one that fits the machine.
+    Auto,
     /// NCCL EP's high-throughput mode.
     NcclEp,
+    /// Our own kernels.
+    Native,
+}
+
+impl EngineChoice {
+    /// The name of an engine in the option `backend` and in `NVTE_EP_BACKEND`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        BACKEND.iter().find(|(_, choice)| *choice == self).map_or("", |(name, _)| name)
+    }
+
+    /// The engine of that name.
+    #[must_use]
+    pub fn of_name(name: &str) -> Option<Self> {
+        BACKEND.iter().find(|(known, _)| *known == name).map(|(_, choice)| *choice)
+    }
 }
 
 /// A limit for waiting; none = for ever.
@@ -37,8 +55,8 @@ pub struct Options {
     pub timeout: Option<Limit>,
     /// How long shutdown waits; none = as the environment says.
     pub shutdown_timeout: Option<Limit>,
-    /// Who does the work.
-    pub backend: Backend,
+    /// What moves the rows.
+    pub backend: EngineChoice,
     /// Whether slots must come in the documented order, where it is said.
     pub deterministic: Option<bool>,
     /// Smallest segment that the symmetric pool registers.
@@ -56,7 +74,7 @@ impl Default for Options {
             preprocess_sms: None,
             timeout: None,
             shutdown_timeout: None,
-            backend: Backend::NcclEp,
+            backend: EngineChoice::Auto,
             deterministic: None,
             symm_segment_bytes: SEGMENT_BYTES,
         }
@@ -104,7 +122,8 @@ fn bytes(key: &str, value: &str) -> Result<u64> {
 
 const ON_OFF: [(&str, bool); 2] = [("on", true), ("off", false)];
 const OVERFLOW: [(&str, Overflow); 2] = [("trap", Overflow::Trap), ("drop", Overflow::Drop)];
-const BACKEND: [(&str, Backend); 1] = [("nccl_ep", Backend::NcclEp)];
+const BACKEND: [(&str, EngineChoice); 3] =
+    [("auto", EngineChoice::Auto), ("nccl_ep", EngineChoice::NcclEp), ("native", EngineChoice::Native)];
 
 fn name_of<T: Copy + PartialEq>(value: Option<T>, choices: &[(&str, T)]) -> String {
     let named = choices.iter().find(|(_, choice)| Some(*choice) == value);
@@ -291,7 +310,11 @@ mod tests {
             ("combine_sms", "-3", "got \"-3\""),
             ("dispatch_sms", "4294967296", "got \"4294967296\""),
             ("timeout_ms", "1s", "must be a number of milliseconds, 0 (for ever) or more,"),
-            ("backend", "native", "value must be \"nccl_ep\" for the option \"backend\", got \"native\""),
+            (
+                "backend",
+                "naive",
+                "value must be \"auto\" or \"nccl_ep\" or \"native\" for the option \"backend\", got \"naive\"",
+            ),
             ("symm_segment_bytes", "64M", "value must be a number of bytes of 1 or more"),
         ] {
             let found = options.set(name, value).unwrap_err().to_string();

@@ -155,7 +155,7 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
             if path.file_name().is_some_and(|name| name != "tests") {
                 sources(&path, found);
             }
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
+        } else if path.extension().is_some_and(|extension| extension == "rs") && !path.ends_with("tests.rs") {
             found.push(path);
         }
     }

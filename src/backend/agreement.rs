@@ -2,7 +2,7 @@
 //! group creation, where a rank that differs or stays away would hang or corrupt the others (NCCL EP compares only the
 //! receive capacity). Also the ranks' meeting point at shutdown.
 
-use super::nccl_ep::Communicator;
+use super::communicator::Communicator;
 use super::watch::Watched;
 use crate::error::{Error, Result};
 use crate::sys::Base;

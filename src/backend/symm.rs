@@ -2,8 +2,8 @@
 //! callers' own memory that they register. `symm_pool` keeps the books; here is what they are about.
 
 use super::agreement::{self, Kind, Meeting, Statement};
-use super::bounded;
-use super::nccl_ep::Communicator;
+use super::bounded::bounded;
+use super::communicator::Communicator;
 use super::residency::{Fit, Residency};
 use crate::dtype::DType;
 use crate::error::{Error, Result};

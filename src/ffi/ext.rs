@@ -110,8 +110,8 @@ impl Default for NVTEEpExtMemoryUsage {
 
 impl From<RecvTotals> for NVTEEpExtRecvTotals {
     fn from(totals: RecvTotals) -> Self {
-        let RecvTotals { needed, received, dropped, not_experts } = totals;
-        Self { struct_size: size_of::<Self>(), needed, received, dropped, not_experts }
+        let RecvTotals { needed, received, dropped, invalid_indices } = totals;
+        Self { struct_size: size_of::<Self>(), needed, received, dropped, not_experts: invalid_indices }
     }
 }
 

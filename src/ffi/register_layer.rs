@@ -2,10 +2,9 @@
 
 use super::types::{NVTEDType, NVTETensor};
 use super::view::{TensorReader, Windows, required};
-use crate::backend::HandleRef;
+use crate::backend::{HandleKey, HandleRef};
 use crate::config::{Dialect, GroupRequest, LayerConfig};
 use crate::error::{Error, Result};
-use crate::handle_cache::HandleKey;
 use std::ffi::c_int;
 
 /// What a group is. All ranks pass the same values.

@@ -33,7 +33,7 @@ TEST(OptionsObject, ValuesAreReadBack) {
                        {"deterministic", "off"},
                        {"symm_segment_bytes", "4096"}};
   for (const auto& [key, value] : pairs) {
-    EXPECT_EQ(options.Get(key), std::string(key) == "backend"              ? "nccl_ep"
+    EXPECT_EQ(options.Get(key), std::string(key) == "backend"              ? "auto"
                                 : std::string(key) == "symm_segment_bytes" ? "67108864"
                                                                            : "default")
         << key;

@@ -9,11 +9,11 @@ use std::ffi::{CStr, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("../../kernels/topk_idx.ptx"), "\0").as_bytes())
-{
-    Ok(text) => text,
-    Err(_) => panic!("a PTX text has no zero byte"),
-};
+const PTX: &CStr =
+    match CStr::from_bytes_with_nul(concat!(include_str!("../../../../kernels/topk_idx.ptx"), "\0").as_bytes()) {
+        Ok(text) => text,
+        Err(_) => panic!("a PTX text has no zero byte"),
+    };
 
 /// Tokens of a block; a block takes several where there are more than [`MAX_BLOCKS`] of them.
 const THREADS: u32 = 128;
@@ -21,7 +21,7 @@ const MAX_BLOCKS: usize = 1024;
 /// How long the log says nothing of indices that are no expert after it did.
 const BETWEEN_WARNINGS: Duration = Duration::from_secs(60);
 
-/// The kernels, loaded on one device, and what they tell the host.
+/// The kernels, loaded on one device, and what they report to the host.
 #[derive(Debug)]
 pub(super) struct IndexCopier {
     cuda: &'static Cuda,
@@ -30,9 +30,9 @@ pub(super) struct IndexCopier {
     int32: b::CUfunction,
     int64: b::CUfunction,
     /// Pinned host memory: all indices of this group's life that were no expert. The kernels add to it.
-    not_experts: *mut c_void,
-    told: u64,
-    told_at: Option<Instant>,
+    invalid_indices: *mut c_void,
+    reported: u64,
+    reported_at: Option<Instant>,
 }
 
 // SAFETY: pinned memory is any thread's; modules and functions belong to the device's primary context, whatever thread names them.
@@ -52,34 +52,34 @@ impl IndexCopier {
         };
         let int32 = function(c"nvte_ep_copy_topk_idx_i32")?;
         let int64 = function(c"nvte_ep_copy_topk_idx_i64")?;
-        let mut not_experts = std::ptr::null_mut();
-        // SAFETY: `not_experts` lives across the call.
-        let code = unsafe { (cuda.cuMemAllocHost_v2)(&raw mut not_experts, size_of::<u64>()) };
+        let mut invalid_indices = std::ptr::null_mut();
+        // SAFETY: `invalid_indices` lives across the call.
+        let code = unsafe { (cuda.cuMemAllocHost_v2)(&raw mut invalid_indices, size_of::<u64>()) };
         cuda.check("cuMemAllocHost_v2", code)?;
         // SAFETY: room for one u64, which nobody else knows yet.
-        unsafe { not_experts.cast::<u64>().write(0) };
-        Ok(Self { cuda, device, module, int32, int64, not_experts, told: 0, told_at: None })
+        unsafe { invalid_indices.cast::<u64>().write(0) };
+        Ok(Self { cuda, device, module, int32, int64, invalid_indices, reported: 0, reported_at: None })
     }
 
     /// Logs how many indices of the steps so far were no expert, if those are more than at the last time; not too often.
     #[inline]
-    pub(super) fn tell(&mut self) {
+    pub(super) fn report(&mut self) {
         // SAFETY: the kernels' memory, which they add to atomically.
-        let found = unsafe { AtomicU64::from_ptr(self.not_experts.cast()) }.load(Ordering::Relaxed);
-        if found != self.told && self.told_at.is_none_or(|at| at.elapsed() > BETWEEN_WARNINGS) {
+        let found = unsafe { AtomicU64::from_ptr(self.invalid_indices.cast()) }.load(Ordering::Relaxed);
+        if found != self.reported && self.reported_at.is_none_or(|at| at.elapsed() > BETWEEN_WARNINGS) {
             self.warn(found);
         }
     }
 
-    /// The same at the end, when it may be that nothing was told for a while.
-    pub(super) fn tell_last(&mut self) {
-        self.told_at = None;
-        self.tell();
+    /// The same at the end, when nothing may have been reported for a while.
+    pub(super) fn report_last(&mut self) {
+        self.reported_at = None;
+        self.report();
     }
 
     #[cold]
     fn warn(&mut self, found: u64) {
-        (self.told, self.told_at) = (found, Some(Instant::now()));
+        (self.reported, self.reported_at) = (found, Some(Instant::now()));
         if !tracing::enabled!(target: "nvte_ep", tracing::Level::WARN) {
             return;
         }
@@ -91,7 +91,7 @@ impl IndexCopier {
     }
 
     /// Queues the copy of `topk_idx`, `[T, K]`, to the address `copied`, and adds the number of indices that are no
-    /// expert to the uint32 at the address `not_experts`. That and the next, the kernel's own, are zero before.
+    /// expert to the uint32 at the address `invalid_indices`. That and the next, the kernel's own, are zero before.
     ///
     /// # Safety
     /// `topk_idx` is device memory; `copied` has room for T * K int64; all live until the queued work is done; `stream` is
@@ -100,20 +100,20 @@ impl IndexCopier {
         &self,
         topk_idx: &TensorView,
         copied: u64,
-        not_experts: u64,
+        invalid_indices: u64,
         num_experts: u32,
         stream: Stream,
     ) -> Result<()> {
         let &[tokens, top_k] = topk_idx.shape.sizes() else { unreachable!("prepare checked that it is 2D") };
         if tokens > 0 {
             let function = if topk_idx.dtype == DType::Int32 { self.int32 } else { self.int64 };
-            let (mut given, mut copied, mut not_experts, mut log) =
-                (topk_idx.data, copied, not_experts, self.not_experts);
+            let (mut given, mut copied, mut invalid_indices, mut log) =
+                (topk_idx.data, copied, invalid_indices, self.invalid_indices);
             let (mut token_count, mut top_k, mut num_experts) = (tokens as u32, top_k as u32, num_experts);
             let mut arguments: [*mut c_void; 7] = [
                 (&raw mut given).cast(),
                 (&raw mut copied).cast(),
-                (&raw mut not_experts).cast(),
+                (&raw mut invalid_indices).cast(),
                 (&raw mut log).cast(),
                 (&raw mut token_count).cast(),
                 (&raw mut top_k).cast(),
@@ -136,7 +136,7 @@ impl Drop for IndexCopier {
         // SAFETY: the module is live, and nothing queued uses it any more.
         let unloaded = self.cuda.check("cuModuleUnload", unsafe { (self.cuda.cuModuleUnload)(self.module) });
         // SAFETY: the memory is ours, and nothing queued uses it any more.
-        let freed = self.cuda.check("cuMemFreeHost", unsafe { (self.cuda.cuMemFreeHost)(self.not_experts) });
+        let freed = self.cuda.check("cuMemFreeHost", unsafe { (self.cuda.cuMemFreeHost)(self.invalid_indices) });
         for error in [unloaded, freed].into_iter().filter_map(Result::err) {
             tracing::warn!(target: "nvte_ep", "{error}");
         }

@@ -32,7 +32,7 @@ pub struct Entry<H> {
     pub tokens: Option<usize>,
     /// Whether what is here now may be another's: the gradient of dispatch has been queued since the last prepare, which is the
     /// last that a step does, or the bytes were seen to be another layer's.
-    pub spent: bool,
+    pub maybe_stale: bool,
 }
 
 impl<H> Entry<H> {
@@ -151,7 +151,7 @@ impl<H> HandleCache<H> {
             *captured = None;
         }
         let entry = self.get_mut(key)?;
-        (entry.prepared, entry.spent) = (None, false);
+        (entry.prepared, entry.maybe_stale) = (None, false);
         Some(entry)
     }
 
@@ -159,8 +159,8 @@ impl<H> HandleCache<H> {
     pub fn moved_here(&mut self, key: HandleKey, memory: u64, layer: &LayerConfig, prepared: Prepared) {
         self.own(memory, key);
         if let Some(entry) = self.get_mut(key) {
-            entry.spent = entry.layer != *layer;
-            if !entry.spent {
+            entry.maybe_stale = entry.layer != *layer;
+            if !entry.maybe_stale {
                 entry.prepared = Some(prepared);
             }
         }
@@ -223,7 +223,7 @@ impl<H> HandleCache<H> {
             self.own(memory, key);
         }
         let tokens = prepared.map(|prepared| prepared.num_tokens);
-        self.entries.put(key, Entry { handle, memory, layer, prepared, tokens, spent: false });
+        self.entries.put(key, Entry { handle, memory, layer, prepared, tokens, maybe_stale: false });
         gone.into_iter().map(|(_, entry)| entry.handle).collect()
     }
 

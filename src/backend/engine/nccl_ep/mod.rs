@@ -1,31 +1,36 @@
 //! The NCCL EP driver: high-throughput mode, expert-major layout.
 
+mod candidate;
+mod desc;
+mod topk_idx;
+
+pub(super) use candidate::{Candidate, Fit};
+
+use super::{HeaderOut, Machine};
+use crate::backend::routing::header::{COUNTERS_END, INVALID_INDICES_OFFSET};
 use crate::config::{GroupConfig, LayerConfig, Overflow, RecvCapacity, Transfer};
-use crate::desc::{Descriptor, EpStruct, bind_optional};
-use crate::error::Result;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::memory::GroupMemory;
 use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare};
 use crate::sys::cuda::Stream;
 use crate::sys::nccl_ep::{NcclEp, checked};
 use crate::sys::{Base, NcclEpLibrary};
 use crate::tensor::TensorView;
+use desc::{Descriptor, EpStruct, bind_optional};
 use nvte_ep_bindings as b;
+use std::mem::ManuallyDrop;
+use topk_idx::IndexCopier;
 
-/// A communicator, borrowed from the caller.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Communicator(pub usize);
-
-impl Communicator {
-    pub(crate) fn as_raw(self) -> b::ncclComm_t {
-        std::ptr::with_exposed_provenance_mut(self.0)
-    }
-}
-
-/// NCCL EP's group.
+/// NCCL EP's group. Handle memory is NCCL EP's part and, behind it, the copy of the indices that NCCL EP gets to see.
 #[derive(Debug)]
-pub(crate) struct Group {
+pub(in crate::backend) struct Group {
     raw: b::ncclEpGroup_t,
     base: &'static Base,
     ep: &'static NcclEp,
+    config: GroupConfig,
+    /// Dropped by [`Group::destroy`] alone, and only where CUDA may still be called.
+    index_copier: ManuallyDrop<IndexCopier>,
 }
 
 // SAFETY: NCCL EP has no thread affinity; it asks for one thread at a time, which the backend's lock gives.
@@ -33,7 +38,11 @@ unsafe impl Send for Group {}
 
 /// NCCL EP's handle: one layer's routing over one piece of handle memory.
 #[derive(Debug)]
-pub(crate) struct Handle(b::ncclEpHandle_t);
+pub(in crate::backend) struct Handle {
+    raw: b::ncclEpHandle_t,
+    /// Address of the copy of the indices.
+    indices: u64,
+}
 
 // SAFETY: as for `Group`.
 unsafe impl Send for Handle {}
@@ -58,14 +67,14 @@ impl Group {
     /// Creates the group; collective over `comm`. `max_num_sms` is the resolved cap.
     ///
     /// # Safety
-    /// `comm` is a live communicator of `base`'s NCCL and outlives the group; the current device is the communicator's.
-    pub(crate) unsafe fn create(
-        base: &'static Base,
+    /// The communicator is live, of the machine's NCCL, outlives the group, and its device is current.
+    unsafe fn create(
+        machine: &Machine<'_>,
         library: &'static NcclEpLibrary,
-        comm: Communicator,
-        config: &GroupConfig,
+        index_copier: IndexCopier,
         max_num_sms: u32,
     ) -> Result<Self> {
+        let Machine { base, comm, config, .. } = machine;
         let mut raw_config = b::ncclEpGroupConfig_t::with_header();
         raw_config.version = b::NCCL_EP_API_VERSION;
         raw_config.algorithm = b::NCCL_EP_ALGO_HIGH_THROUGHPUT;
@@ -91,29 +100,38 @@ impl Group {
         let create = library.functions.ncclEpCreateGroup;
         // SAFETY: `out` and the configuration live across the call; the caller vouches for `comm`.
         checked(&base.nccl, "ncclEpCreateGroup", || unsafe { create(out, comm, raw_config) })?;
-        Ok(Self { raw, base, ep: &library.functions })
+        let index_copier = ManuallyDrop::new(index_copier);
+        Ok(Self { raw, base, ep: &library.functions, config: *config, index_copier })
     }
 
-    /// Bytes of handle memory that a layer with `top_k` experts per token needs.
-    pub(crate) fn handle_mem_size(&self, top_k: u32) -> Result<usize> {
+    /// Bytes of the copied indices of as many tokens as a rank may have.
+    const fn index_bytes(&self, layer: &LayerConfig) -> usize {
+        DType::Int64.bytes(self.config.max_tokens_per_rank as usize * layer.top_k as usize)
+    }
+
+    /// Bytes of a layer's handle memory: NCCL EP's, and the copy of the indices.
+    pub(super) fn handle_bytes(&self, layer: &LayerConfig) -> Result<usize> {
         let mut bytes = 0usize;
+        let top_k = layer.top_k as i32;
         let config = b::ncclEpHandleConfig_t::with_header();
         let (size_of, group, out, config) = (self.ep.ncclEpHandleMemSize, self.raw, &raw mut bytes, &raw const config);
         checked(&self.base.nccl, "ncclEpHandleMemSize", || {
             // SAFETY: the group is live, and `config` and `out` live across the call.
-            unsafe { size_of(group, b::NCCL_EP_LAYOUT_EXPERT_MAJOR, config, out, top_k as i32) }
+            unsafe { size_of(group, b::NCCL_EP_LAYOUT_EXPERT_MAJOR, config, out, top_k) }
         })?;
-        Ok(bytes)
+        Ok(bytes.next_multiple_of(256) + self.index_bytes(layer))
     }
 
     /// Creates a handle over `memory`, whose contents stay as they are.
     ///
     /// # Safety
-    /// `memory` is device memory of the size that [`Group::handle_mem_size`] tells and outlives the handle's use.
-    pub(crate) unsafe fn init_handle(&self, layer: &LayerConfig, memory: &TensorView) -> Result<Handle> {
+    /// `memory` is device memory of [`Group::handle_bytes`] and outlives the handle's use.
+    pub(super) unsafe fn open(&self, layer: &LayerConfig, memory: &TensorView) -> Result<Handle> {
+        let nccl_bytes = memory.byte_len() as usize - self.index_bytes(layer);
+        let indices = memory.data + nccl_bytes as u64;
         let mut config = b::ncclEpHandleConfig_t::with_header();
         config.dispatch_output_per_expert_alignment = layer.alignment.tokens() as usize;
-        let mut memory = Descriptor::new(memory);
+        let mut memory = Descriptor::new(&memory.bytes(0, nccl_bytes));
         let mut raw = std::ptr::null_mut();
         let (init, group, out, config, memory) =
             (self.ep.ncclEpInitHandle, self.raw, &raw mut raw, &raw const config, memory.bind().raw);
@@ -122,30 +140,52 @@ impl Group {
             // SAFETY: the group is live, the rest lives across the call; the caller vouches for the memory.
             unsafe { init(out, group, b::NCCL_EP_LAYOUT_EXPERT_MAJOR, config, top_k, memory) }
         })?;
-        Ok(Handle(raw))
+        Ok(Handle { raw, indices })
     }
 
-    /// Exchanges the routing, of which `copied` is the address of the int64 copy, and fills the handle and `total`;
-    /// collective, queued on `stream`.
+    /// Exchanges the routing and fills the handle memory and its header.
     ///
     /// # Safety
     /// The tensors are device memory of the described extent, live until the queued work is done; `stream` is a stream
     /// of the group's device.
-    pub(crate) unsafe fn update(
+    pub(super) unsafe fn prepare(
         &self,
         handle: &Handle,
-        (prepare, copied): (&Prepare, u64),
-        total: &TensorView,
+        call: &Prepare,
+        header: &HeaderOut,
         stream: Stream,
     ) -> Result<()> {
-        let mut topk_idx = Descriptor::new(&prepare.topk_idx).with_int64_at(copied);
+        let (cuda, experts) = (&self.base.cuda, self.config.num_experts);
+        let invalid_indices = header.address + INVALID_INDICES_OFFSET as u64;
+        // Of the total's two words the kernels write as many as its dtype has. The words in front go too: should the exchange
+        // fail, the memory holds no routing, wherever its bytes are moved.
+        // SAFETY: the handle memory starts with room for the header and its counters.
+        unsafe { cuda.zero(header.address, COUNTERS_END, stream) }?;
+        // SAFETY: the caller vouches for tensors and stream; the handle memory ends with room for the copy.
+        unsafe { self.index_copier.copy(&call.topk_idx, handle.indices, invalid_indices, experts, stream) }?;
+        // SAFETY: as above.
+        unsafe { self.update(handle, call, &header.total, stream) }?;
+        if let Some(wanted) = &call.total {
+            // SAFETY: the caller vouches for its total, which has the dtype of ours.
+            unsafe { cuda.copy(wanted.data, header.total.data, wanted.dtype.bytes(1), stream) }?;
+        }
+        // SAFETY: the handle memory starts with room for the header.
+        unsafe { cuda.write_words(header.address, &header.words, stream) }
+    }
+
+    /// Exchanges the routing of the copied indices and fills NCCL EP's part and `total`.
+    ///
+    /// # Safety
+    /// As for [`Group::prepare`].
+    unsafe fn update(&self, handle: &Handle, prepare: &Prepare, total: &TensorView, stream: Stream) -> Result<()> {
+        let mut topk_idx = Descriptor::new(&prepare.topk_idx).with_int64_at(handle.indices);
         let mut counts = prepare.token_counts.as_ref().map(Descriptor::new);
         let mut total = Descriptor::new(total);
         let mut layout = b::ncclEpLayoutInfo_t::with_header();
         layout.expert_counters = bind_optional(&mut counts);
         layout.recv_total_counter = total.bind().raw;
         let (update, handle, topk_idx, layout, stream) =
-            (self.ep.ncclEpUpdateHandle, handle.0, topk_idx.bind().raw, &raw const layout, stream.as_raw());
+            (self.ep.ncclEpUpdateHandle, handle.raw, topk_idx.bind().raw, &raw const layout, stream.as_raw());
         checked(&self.base.nccl, "ncclEpUpdateHandle", || {
             // SAFETY: handle and descriptors are live; the caller vouches for what they describe.
             unsafe { update(handle, topk_idx, layout, stream) }
@@ -155,8 +195,8 @@ impl Group {
     /// Sends rows, and weights if there are any, to their experts' ranks.
     ///
     /// # Safety
-    /// As for [`Group::update`].
-    pub(crate) unsafe fn dispatch(&self, handle: &Handle, call: &Dispatch, stream: Stream) -> Result<()> {
+    /// As for [`Group::prepare`].
+    pub(super) unsafe fn dispatch(&self, handle: &Handle, call: &Dispatch, stream: Stream) -> Result<()> {
         let pass = if call.topk_weights.is_some() { Pass::Forward } else { Pass::Backward };
         // SAFETY: passed on.
         unsafe {
@@ -173,8 +213,8 @@ impl Group {
     /// Gradient of combine: sends each token's gradient to the slots that the token's rows came from.
     ///
     /// # Safety
-    /// As for [`Group::update`].
-    pub(crate) unsafe fn combine_bwd(&self, handle: &Handle, call: &CombineBwd, stream: Stream) -> Result<()> {
+    /// As for [`Group::prepare`].
+    pub(super) unsafe fn combine_bwd(&self, handle: &Handle, call: &CombineBwd, stream: Stream) -> Result<()> {
         // SAFETY: passed on.
         unsafe { self.run_dispatch(handle, (&call.grad, None), (&call.grad_expert_out, None), Pass::Backward, stream) }
     }
@@ -204,7 +244,7 @@ impl Group {
         config.pass_direction = pass.raw();
         config.quant_recipe =
             if inputs.scales.is_null() { b::NCCL_EP_DISP_QUANT_NONE } else { b::NCCL_EP_DISP_QUANT_FWD };
-        let (dispatch, handle, stream) = (self.ep.ncclEpDispatch, handle.0, stream.as_raw());
+        let (dispatch, handle, stream) = (self.ep.ncclEpDispatch, handle.raw, stream.as_raw());
         let (inputs, outputs, config) = (&raw const inputs, &raw const outputs, &raw const config);
         checked(&self.base.nccl, "ncclEpDispatch", || {
             // SAFETY: handle and structures are live; the caller vouches for what they describe.
@@ -215,8 +255,8 @@ impl Group {
     /// Sums each token's rows back on its own rank.
     ///
     /// # Safety
-    /// As for [`Group::update`].
-    pub(crate) unsafe fn combine(&self, handle: &Handle, call: &Combine, stream: Stream) -> Result<()> {
+    /// As for [`Group::prepare`].
+    pub(super) unsafe fn combine(&self, handle: &Handle, call: &Combine, stream: Stream) -> Result<()> {
         // SAFETY: passed on.
         unsafe { self.run_combine(handle, (&call.expert_out, None), (&call.result, None), Pass::Forward, stream) }
     }
@@ -224,8 +264,8 @@ impl Group {
     /// Gradient of dispatch: sums the rows' gradients and gathers the weights' gradients.
     ///
     /// # Safety
-    /// As for [`Group::update`].
-    pub(crate) unsafe fn dispatch_bwd(&self, handle: &Handle, call: &DispatchBwd, stream: Stream) -> Result<()> {
+    /// As for [`Group::prepare`].
+    pub(super) unsafe fn dispatch_bwd(&self, handle: &Handle, call: &DispatchBwd, stream: Stream) -> Result<()> {
         let inputs = (&call.grad, call.g_recv_topk_weights.as_ref());
         let outputs = (&call.grad_tokens, call.grad_topk_weights.as_ref());
         // NCCL EP's backward pass insists on weights; the rows' part of it is the forward pass.
@@ -250,7 +290,7 @@ impl Group {
         (outputs.tokens, outputs.topk_weights) = (tokens.bind().raw, bind_optional(&mut weights));
         let mut config = b::ncclEpCombineConfig_t::with_header();
         config.pass_direction = pass.raw();
-        let (combine, handle, stream) = (self.ep.ncclEpCombine, handle.0, stream.as_raw());
+        let (combine, handle, stream) = (self.ep.ncclEpCombine, handle.raw, stream.as_raw());
         let (inputs, outputs, config) = (&raw const inputs, &raw const outputs, &raw const config);
         checked(&self.base.nccl, "ncclEpCombine", || {
             // SAFETY: handle and structures are live; the caller vouches for what they describe.
@@ -259,14 +299,49 @@ impl Group {
     }
 
     /// Destroys a handle.
-    pub(crate) fn destroy_handle(&self, handle: Handle) -> Result<()> {
-        let (destroy, raw) = (self.ep.ncclEpHandleDestroy, handle.0);
+    pub(super) fn close(&self, handle: Handle) -> Result<()> {
+        let (destroy, raw) = (self.ep.ncclEpHandleDestroy, handle.raw);
         // SAFETY: the handle is live, of this group, and consumed here.
         checked(&self.base.nccl, "ncclEpHandleDestroy", || unsafe { destroy(raw) })
     }
 
-    /// Destroys the group. Its handles are gone, and every rank has stopped using its windows.
-    pub(crate) fn destroy(self) -> Result<()> {
+    /// See [`super::Engine::report`].
+    #[inline]
+    pub(super) fn report(&mut self) {
+        self.index_copier.report();
+    }
+
+    /// What NCCL EP holds, which it does not tell.
+    pub(super) fn memory(&self) -> GroupMemory {
+        GroupMemory::of(&self.config)
+    }
+
+    /// An error of queued work, with the reason that this group may have given for it.
+    pub(super) fn explain(&self, error: Error) -> Error {
+        let fatal = [b::CUDA_ERROR_LAUNCH_FAILED, b::CUDA_ERROR_ASSERT, b::CUDA_ERROR_ILLEGAL_INSTRUCTION];
+        let is_fatal = |call: &str, code: i64| match call.starts_with("cu") {
+            true => fatal.iter().any(|fatal| i64::from(*fatal) == code),
+            false => code == i64::from(b::ncclUnhandledCudaError),
+        };
+        match (&error, self.config.recv_capacity, self.config.overflow) {
+            (Error::Library { call, code, text }, RecvCapacity::Fixed(rows), Overflow::Trap)
+                if is_fatal(call, *code) =>
+            {
+                let text = format!(
+                    "{text}; if a step needed more rows than max_recv_tokens_per_rank, {rows}: raise it, or initialize with \
+                     overflow = drop; the process has to end"
+                );
+                Error::Library { call, code: *code, text }
+            }
+            _ => error,
+        }
+    }
+
+    /// Destroys the group. Its handles are gone, its work is done, and every rank has stopped using its windows.
+    pub(super) fn destroy(self) -> Result<()> {
+        let mut index_copier = ManuallyDrop::into_inner(self.index_copier);
+        index_copier.report_last();
+        drop(index_copier);
         let (destroy, raw) = (self.ep.ncclEpGroupDestroy, self.raw);
         // SAFETY: the group is live and consumed here.
         checked(&self.base.nccl, "ncclEpGroupDestroy", || unsafe { destroy(raw) })

@@ -6,25 +6,22 @@ use crate::config::{LayerConfig, MAX_TOP_K, SlabAlignment};
 use crate::dtype::DType;
 use crate::ops::Prepared;
 
-/// Bytes in front of NCCL EP's part of the handle memory: one unit of its alignment.
-pub(crate) const STAMP_BYTES: usize = 256;
-
-/// Where the stamp's bytes hold the step's total: the rows that this rank receives, padding included and before any drop,
+/// Where the header's bytes hold the step's total: the rows that this rank receives, padding included and before any drop,
 /// as one int64 that prepare's kernels write.
 pub(crate) const TOTAL_OFFSET: usize = 8;
 /// Where it holds the number of the step's indices that are no expert, as one uint32.
-pub(crate) const NOT_EXPERTS_OFFSET: usize = 16;
-/// Where stamp and counters end, of which the last is the kernel's own; all of it is zero when a prepare starts.
-pub(crate) const COUNTERS_END: usize = NOT_EXPERTS_OFFSET + 2 * size_of::<u32>();
+pub(crate) const INVALID_INDICES_OFFSET: usize = 16;
+/// Where header and counters end, of which the last is the kernel's own; all of it is zero when a prepare starts.
+pub(crate) const COUNTERS_END: usize = INVALID_INDICES_OFFSET + 2 * size_of::<u32>();
 
-// They are read as words, in one go with the stamp.
-const _: () = assert!(TOTAL_OFFSET == 2 * size_of::<u32>() && NOT_EXPERTS_OFFSET == 4 * size_of::<u32>());
+// They are read as words, in one go with the header.
+const _: () = assert!(TOTAL_OFFSET == 2 * size_of::<u32>() && INVALID_INDICES_OFFSET == 4 * size_of::<u32>());
 
-/// The two words of a stamp: a packed description with a check of everything, and the token count.
+/// The two words of a header: a packed description with a check of everything, and the token count.
 ///
 /// Bits of the first word: 0-4 top_k - 1, 5 whether indices are int32, 6-10 log2 of the alignment, 11-31 the check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Stamp(pub(crate) [u32; 2]);
+pub(crate) struct Header(pub(crate) [u32; 2]);
 
 const CHECK_SHIFT: u32 = 11;
 
@@ -43,8 +40,8 @@ const fn mix(mut word: u64) -> u64 {
     word ^ word >> 33
 }
 
-impl Stamp {
-    /// The stamp of a prepare in the group that `group` identifies.
+impl Header {
+    /// The header of a prepare in the group that `group` identifies.
     pub(crate) fn new(layer: &LayerConfig, prepared: Prepared, group: u64) -> Self {
         let index = u32::from(prepared.index_dtype == DType::Int32);
         let description = (layer.top_k - 1) | index << 5 | layer.alignment.tokens().trailing_zeros() << 6;
@@ -60,7 +57,7 @@ impl Stamp {
             return None;
         }
         let top_k = (description & (MAX_TOP_K - 1)) + 1;
-        let alignment = SlabAlignment::parse("stamp", 1 << (description >> 6 & 31)).ok()?;
+        let alignment = SlabAlignment::parse("header", 1 << (description >> 6 & 31)).ok()?;
         let index_dtype = if description >> 5 & 1 == 1 { DType::Int32 } else { DType::Int64 };
         let prepared = Prepared { num_tokens: num_tokens as usize, index_dtype, recv_total: None };
         Some((LayerConfig { top_k, alignment }, prepared))
@@ -72,14 +69,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stamps_round_trip() {
+    fn headers_round_trip() {
         for top_k in [1, 2, 31, 32] {
             for alignment in [1, 2, 128, 1 << 30] {
                 for index_dtype in [DType::Int32, DType::Int64] {
                     for num_tokens in [0, 1, 65536] {
                         let layer = LayerConfig::parse("layer_cfg", top_k, alignment).unwrap();
                         let prepared = Prepared { num_tokens, index_dtype, recv_total: None };
-                        assert_eq!(Stamp::new(&layer, prepared, 9).read(9), Some((layer, prepared)));
+                        assert_eq!(Header::new(&layer, prepared, 9).read(9), Some((layer, prepared)));
                     }
                 }
             }
@@ -87,19 +84,19 @@ mod tests {
     }
 
     #[test]
-    fn other_bytes_are_no_stamp() {
+    fn other_bytes_are_no_header() {
         let layer = LayerConfig::parse("layer_cfg", 8, 16).unwrap();
-        let Stamp([a, b]) =
-            Stamp::new(&layer, Prepared { num_tokens: 77, index_dtype: DType::Int64, recv_total: None }, 1);
-        assert_eq!(Stamp([a, b]).read(2), None, "another group");
+        let Header([a, b]) =
+            Header::new(&layer, Prepared { num_tokens: 77, index_dtype: DType::Int64, recv_total: None }, 1);
+        assert_eq!(Header([a, b]).read(2), None, "another group");
         let mut accepted = 0;
         for bit in 0..32 {
-            accepted += usize::from(Stamp([a ^ 1 << bit, b]).read(1).is_some());
-            accepted += usize::from(Stamp([a, b ^ 1 << bit]).read(1).is_some());
+            accepted += usize::from(Header([a ^ 1 << bit, b]).read(1).is_some());
+            accepted += usize::from(Header([a, b ^ 1 << bit]).read(1).is_some());
         }
         assert_eq!(accepted, 0, "one flipped bit");
         for bytes in [[0; 2], [u32::MAX; 2], [0xCBCB_CBCB; 2]] {
-            assert_eq!(Stamp(bytes).read(1), None);
+            assert_eq!(Header(bytes).read(1), None);
         }
     }
 }

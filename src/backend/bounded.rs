@@ -1,0 +1,59 @@
+//! Work that may never return, run for so long at most.
+
+use crate::error::{Error, Result};
+use crate::patience::Patience;
+use parking_lot::Mutex;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Runs `work`, which may never return, for `limit` at most, or until `hopeless` says why there is no end; its thread is left
+/// behind then.
+pub(super) fn bounded<F: FnOnce() -> Result<()> + Send + 'static>(
+    limit: Option<Duration>,
+    what: &str,
+    hopeless: &dyn Fn() -> Option<String>,
+    work: F,
+) -> Result<()> {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let work = Arc::new(Mutex::new(Some(work)));
+    let run = |work: &Mutex<Option<_>>| {
+        let work = work.lock().take();
+        work.map_or(Ok(()), |work: F| work())
+    };
+    let in_thread = work.clone();
+    if std::thread::Builder::new().spawn(move || sender.send(run(&in_thread))).is_err() {
+        // No thread to be had: then this one waits, without a limit.
+        return run(&work);
+    }
+    let mut patience =
+        Patience::new(what, limit, "a rank died or left the sequence of calls; end this process too", hopeless);
+    loop {
+        match receiver.recv_timeout(patience.slice()) {
+            Ok(result) => return result,
+            Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => {
+                return Err(Error::Internal(format!("a panic while waiting for {what}")));
+            }
+            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => patience.check()?,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_is_bounded() {
+        let (release, blocked) = std::sync::mpsc::channel::<()>();
+        let limit = Some(Duration::from_millis(20));
+        let error = bounded(limit, "a test", &|| None, move || {
+            let _ = blocked.recv();
+            Ok(())
+        })
+        .unwrap_err();
+        assert!(matches!(error, Error::TimeOut { milliseconds: 20.., .. }), "{error}");
+        drop(release);
+        bounded(limit, "a test", &|| None, || Ok(())).unwrap();
+        bounded(None, "a test", &|| None, || Ok(())).unwrap();
+    }
+}

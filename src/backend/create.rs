@@ -1,0 +1,198 @@
+//! The creation of a group, all ranks together.
+
+use super::agreement::{self, Kind, Meeting, Statement};
+use super::communicator::Communicator;
+use super::engine::{Candidate, EngineKind, Fit, Machine};
+use super::fork;
+use super::live::{Group, Live};
+use super::registry::Slot;
+use super::residency::Residency;
+use super::routing::handles::HandleCache;
+use super::symm::Symm;
+use super::watch::Watch;
+use crate::config::{GroupConfig, GroupRequest, RecvCapacity};
+use crate::env::Env;
+use crate::error::{Error, Result};
+use crate::options::Options;
+use crate::preflight::{self, Place};
+use crate::progress::Progress;
+use crate::sys;
+use rustc_hash::FxHashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The numbers that must be equal on all ranks, by name.
+fn agreed(kind: EngineKind, machine: &Machine<'_>) -> Vec<(String, u64)> {
+    let Machine { config, options, nccl, .. } = machine;
+    let version = |part: &str| part.parse::<u64>().expect("Cargo's versions are numbers");
+    let recv_capacity = match config.recv_capacity {
+        RecvCapacity::Eager => 0,
+        RecvCapacity::Fixed(rows) => rows.into(),
+    };
+    let fields = [
+        ("num_experts", config.num_experts.into()),
+        ("max_tokens_per_rank", config.max_tokens_per_rank.into()),
+        ("max_recv_tokens_per_rank", recv_capacity),
+        ("hidden_dim", config.hidden_dim.into()),
+        (config.dialect.sm_field, config.max_num_sms.unwrap_or(0).into()),
+        ("max_token_dtype", config.max_token_dtype as u64),
+        ("zero_copy", config.transfer as u64),
+    ];
+    // Fields in one ABI and options in the other.
+    let by_dialect = [
+        (config.dialect.num_topk.to_owned(), config.num_topk.unwrap_or(0).into()),
+        (config.dialect.overflow.to_owned(), config.overflow as u64),
+    ];
+    let ours = version(env!("CARGO_PKG_VERSION_MAJOR")) << 32
+        | version(env!("CARGO_PKG_VERSION_MINOR")) << 16
+        | version(env!("CARGO_PKG_VERSION_PATCH"));
+    let versions = [("NCCL version".to_owned(), *nccl as u64), ("nvte-ep version".to_owned(), ours)];
+    // Those that have become fields of the configuration are compared as such.
+    let options = [
+        ("dispatch_sms", options.dispatch_sms.unwrap_or(0).into()),
+        ("combine_sms", options.combine_sms.unwrap_or(0).into()),
+        ("preprocess_sms", options.preprocess_sms.unwrap_or(0).into()),
+        ("backend", kind as u64),
+        ("deterministic", options.deterministic.map_or(2, u64::from)),
+        ("symm_segment_bytes", options.symm_segment_bytes),
+    ];
+    let options = options.into_iter().map(|(name, value)| (format!("option {name}"), value));
+    let fields = fields.into_iter().map(|(name, value)| (format!("group_config.{name}"), value));
+    let variables = preflight::agreed_variables();
+    fields.chain(by_dialect).chain(options).chain(versions).chain(variables).collect()
+}
+
+/// Creates the EP group of the calling thread's current device over `comm`. Collective.
+///
+/// # Errors
+/// A bad request, an unfit machine, ranks that disagree (then every rank gets the same text), or what NCCL EP reports.
+///
+/// # Safety
+/// `comm` is null, or a live communicator that outlives [`shutdown`].
+pub unsafe fn initialize(comm: Communicator, request: GroupRequest, options: &Options) -> Result<()> {
+    crate::log::start();
+    fork::require_parent()?;
+    let config = GroupConfig::try_from(options.apply(request)?)?;
+    if comm.0 == 0 {
+        let required = format!("must be an ncclComm_t over the group's {} ranks", config.ep_size);
+        return Err(Error::argument("ep_comm", required, "NULL"));
+    }
+    let mut env = Env::from_process()?;
+    let kind = EngineKind::choose(options, &env)?;
+    env.timeout = options.timeout.unwrap_or(env.timeout);
+    env.shutdown_timeout = options.shutdown_timeout.unwrap_or(env.shutdown_timeout);
+    let base = sys::base(&env)?;
+    let device = base.cuda.current_device()?;
+    // SAFETY: the caller vouches for `comm`.
+    let comm_facts = unsafe { base.nccl.comm_facts(comm.as_raw()) }?;
+    preflight::communicator(&comm_facts, config.ep_size, device)?;
+    // Held over the whole creation: a second initialize, or a shutdown, of this device waits for its outcome.
+    let mut group = Slot::of(device).group.lock();
+    if group.is_some() {
+        return Err(Error::AlreadyInitialized { device });
+    }
+    let (facts, nccl) = (base.cuda.device_facts(device)?, base.nccl.version()?);
+    let machine = Machine { base, env, device, facts, comm, comm_facts, nccl, config, options };
+    // SAFETY: as above, and the communicator's device is current.
+    *group = Some(unsafe { Live::create(kind, machine) }?);
+    fork::mark_parent();
+    tracing::info!(target: "nvte_ep", device, ?config, rank = comm_facts.rank, "EP group created");
+    Ok(())
+}
+
+impl Live {
+    /// # Safety
+    /// The machine's communicator is live, outlives the group, and its device is current.
+    unsafe fn create(kind: EngineKind, machine: Machine<'_>) -> Result<Self> {
+        let Machine { base, device, comm, comm_facts, config, options, .. } = machine;
+        // A rank that cannot go on says so to all of them, rather than leave them waiting for it.
+        let ready = Candidate::find(kind, &machine);
+        let place = Candidate::location(kind, &machine, ready.as_ref().ok());
+        let (names, equal): (Vec<_>, Vec<_>) = agreed(kind, &machine).into_iter().unzip();
+        let mut own = place.words();
+        own.push(random());
+        let env = &machine.env;
+        let own = Statement { equal, own, refusal: ready.as_ref().err().map(Error::to_string) };
+        let mut meeting = Meeting::new(base, comm, comm_facts)?;
+        // SAFETY: the caller vouches for the communicator.
+        let statements =
+            unsafe { meeting.exchange(Kind::Statement, &own, env.timeout, "all ranks to call nvte_ep_initialize") };
+        let statements = match statements {
+            Ok(statements) => statements,
+            Err(error) => {
+                if matches!(error, Error::TimeOut { .. }) {
+                    // What was given up on may still use its memory, and freeing any waits for it.
+                    std::mem::forget(ready);
+                } else {
+                    meeting.close_after_failure();
+                }
+                return Err(error);
+            }
+        };
+        let (keys, places): (Vec<u64>, Vec<Place>) = statements
+            .iter()
+            .map(|statement| {
+                let (key, place) = statement.own.split_last().expect("as many numbers as were asked for");
+                (*key, Place::from_words(place))
+            })
+            .unzip();
+        let agreed = agreement::compare(&names, &statements)
+            .and_then(|()| Fit::of(kind, &config, options, &places))
+            .and_then(|fit| {
+                // All ranks come here or none does: what was compared is the same on all of them.
+                let (own, key) = (comm_facts.rank as usize, keys[0]);
+                let here = places.iter().map(|there| there.host == place.host).collect();
+                let progress = Progress::join(key, own, here);
+                // SAFETY: the caller vouches for the communicator.
+                let confirmed = unsafe { meeting.confirm(env.timeout, "all ranks to go on with nvte_ep_initialize") };
+                Progress::close_door(key);
+                confirmed.map(|()| (fit, progress))
+            });
+        let (candidate, fit, progress) = match (ready, agreed) {
+            (Ok(candidate), Ok((fit, progress))) => (candidate, fit, progress),
+            (ready, Err(error @ Error::TimeOut { .. })) => {
+                std::mem::forget(ready);
+                return Err(error);
+            }
+            (ready, agreed) => {
+                meeting.close_after_failure();
+                // A rank's own error reads the same on all ranks.
+                return Err(agreed.err().or(ready.err()).expect("one of them failed"));
+            }
+        };
+        // SAFETY: the caller vouches for the communicator and the current device.
+        let engine = match unsafe { candidate.create(&machine, fit, &places, place) } {
+            Ok(engine) => engine,
+            Err(error) => {
+                meeting.close_after_failure();
+                return Err(error);
+            }
+        };
+        let handles =
+            HandleCache::new(config.relocation, env.handle_cache_size.limit(config.dialect.default_handle_limit));
+        let watch = Watch::start(base, device, progress, env.timeout, env.shutdown_timeout);
+        meeting.watch(watch.share());
+        static EPOCH: AtomicU64 = AtomicU64::new(0);
+        let group = Group {
+            symm: Symm::new(base, comm, device, options.symm_segment_bytes, env.timeout),
+            base,
+            env: machine.env,
+            config,
+            engine,
+            meeting,
+            layers: FxHashMap::default(),
+            layer_configs: Vec::new(),
+            handles,
+            epoch: EPOCH.fetch_add(1, Ordering::Relaxed),
+            residency: Residency::new(device),
+            allocations: FxHashMap::default(),
+            stream: None,
+        };
+        Ok(Live { watch, group })
+    }
+}
+
+/// A number that no other process makes.
+fn random() -> u64 {
+    use std::hash::{BuildHasher, Hasher, RandomState};
+    RandomState::new().build_hasher().finish() ^ u64::from(std::process::id())
+}

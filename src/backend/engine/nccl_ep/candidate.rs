@@ -1,0 +1,79 @@
+//! What NCCL EP needs of a machine and of all ranks together, looked at before it is asked: it aborts, exits or hangs over
+//! what is missing.
+
+use super::Group;
+use super::topk_idx::IndexCopier;
+use crate::backend::engine::Machine;
+use crate::config::GroupConfig;
+use crate::env::RuntimeKind;
+use crate::error::{Error, Result};
+use crate::options::Options;
+use crate::preflight::{self, GroupVariables, Place, SmCounts};
+use crate::sys::{self, NcclEpLibrary};
+use nvte_ep_bindings as b;
+
+/// The loaded library, and our kernels for it.
+pub(in crate::backend) struct Candidate {
+    library: &'static NcclEpLibrary,
+    index_copier: IndexCopier,
+}
+
+/// Multiprocessors that the ranks' devices leave to the group.
+pub(in crate::backend) struct Fit(SmCounts);
+
+impl Fit {
+    pub(in crate::backend) fn of(config: &GroupConfig, options: &Options, places: &[Place]) -> Result<Self> {
+        preflight::fit(config, options, places).map(Self)
+    }
+}
+
+impl Candidate {
+    pub(in crate::backend) fn find(machine: &Machine<'_>) -> Result<Self> {
+        let Machine { base, env, device, facts, comm_facts, nccl, config, options, .. } = machine;
+        let (device, nccl) = (*device, *nccl);
+        preflight::device(device, facts)?;
+        preflight::nccl_version(nccl)?;
+        preflight::surroundings(base, facts, comm_facts)?;
+        let library = sys::nccl_ep(base, env)?;
+        preflight::separate_sms(config, options, library)?;
+        match base.runtime {
+            RuntimeKind::Cuda => preflight::jit(base, library, nccl)?.export(),
+            RuntimeKind::Host => preflight::host_compiler(library)?,
+        }
+        tracing::info!(target: "nvte_ep", path = ?library.path, version = library.functions.version()?, "NCCL EP");
+        Ok(Self { library, index_copier: IndexCopier::load(&base.cuda, device)? })
+    }
+
+    pub(in crate::backend) fn location(machine: &Machine<'_>, found: Option<&Self>) -> Place {
+        let Machine { base, facts, comm_facts, .. } = machine;
+        preflight::place(base, facts, comm_facts, found.map(|found| found.library))
+    }
+
+    /// # Safety
+    /// As for [`Group::create`].
+    pub(in crate::backend) unsafe fn create(
+        self,
+        machine: &Machine<'_>,
+        Fit(sms): Fit,
+        places: &[Place],
+        own: Place,
+    ) -> Result<Group> {
+        let Self { library, index_copier } = self;
+        if machine.base.runtime == RuntimeKind::Cuda {
+            preflight::widen_local_kernels(places, own);
+            preflight::keep_slot_order();
+        }
+        let variables = GroupVariables::set(machine.options, sms);
+        // SAFETY: passed on.
+        let group = unsafe { Group::create(machine, library, index_copier, sms.dispatch.max(sms.combine)) };
+        drop(variables);
+        group.map_err(|error| {
+            // InvalidUsage is all that a refused NCCL version comes back as; the library's reason goes to stderr.
+            let refused = matches!(&error, Error::Library { code, .. } if *code == i64::from(b::ncclInvalidUsage));
+            match library.version_gate(machine.nccl).filter(|_| refused) {
+                Some(problem) => Error::Preflight { problem: error.to_string(), remedy: problem },
+                None => error,
+            }
+        })
+    }
+}

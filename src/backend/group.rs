@@ -1,0 +1,401 @@
+//! The operations of a group, in the order of every call: the group is alive, the stream is its device's, the routing is known,
+//! the arguments fit it, their memory is where it has to be, and only then work is queued.
+
+use super::engine::{Engine, Handle, HeaderOut};
+use super::live::{Group, HandleRef, Layer, LayerClaim, Live, MemoryUsage, RecvTotals};
+use super::prepared::require_no_capture;
+use super::registry::EpGroup;
+use super::routing::handles::{Captured, Entry, HandleKey, Lookup};
+use super::routing::header::{Header, TOTAL_OFFSET};
+use super::watch::Watch;
+use crate::config::{GroupConfig, LayerConfig, RecvCapacity};
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::memory::HEADER_BYTES;
+use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Payloads, Prepare, Prepared};
+use crate::progress::{Call, Step};
+use crate::symm_pool;
+use crate::sys::cuda::{Stream, StreamState};
+use crate::tensor::{Shape, TensorView, Window};
+
+impl EpGroup {
+    /// A collective call: refused where the group is at its end.
+    #[inline]
+    fn watched<T>(&self, body: impl FnOnce(&mut Group, &mut Watch) -> Result<T>) -> Result<T> {
+        let mut locked = self.lock()?;
+        let Live { watch, group } = &mut *locked;
+        watch.require_alive()?;
+        body(group, watch).map_err(|error| group.engine.explain(error))
+    }
+
+    /// Registers a layer; host only. Returns its id, never 0 and never given out twice, and the bytes of handle memory
+    /// that it needs.
+    ///
+    /// # Errors
+    /// A layer that does not fit the group, or more layers than `NVTE_EP_HANDLE_CACHE_SIZE`.
+    pub fn register_layer(&self, config: LayerConfig) -> Result<(u64, usize)> {
+        self.lock()?.group.register_layer(config)
+    }
+
+    /// Bytes of handle memory that `layer` needs, for handles that go by their address; host only.
+    ///
+    /// # Errors
+    /// A layer that does not fit the group.
+    pub fn handle_mem_size(&self, layer: LayerConfig) -> Result<usize> {
+        Ok(self.lock()?.group.layer_of(layer)?.mem_bytes())
+    }
+
+    /// Exchanges the routing of one step and fills the layer's handle; collective, queued on `stream`.
+    ///
+    /// # Errors
+    /// A broken rule, before anything is enqueued, or what NCCL EP reports.
+    ///
+    /// # Safety
+    /// The tensors are device memory of the described extent, live until the queued work is done; `stream` is a stream
+    /// of the group's device; every rank makes the same calls in the same order.
+    pub unsafe fn prepare(&self, handle: &HandleRef, claim: LayerClaim, call: &Prepare, stream: Stream) -> Result<()> {
+        self.watched(|group, watch| {
+            // SAFETY: passed on.
+            let state = unsafe { group.enter(stream) }?;
+            let layer = group.claimed_layer(handle, claim)?;
+            let prepared = call.check(&group.config, &layer.config)?;
+            group.check_prepare_memory(call)?;
+            // SAFETY: passed on.
+            unsafe { group.prepare(watch, handle, &layer, call, prepared, (stream, state)) }
+        })
+    }
+
+    /// [`EpGroup::prepare`] and [`EpGroup::dispatch`] of `call`, both checked before either is queued (in eager mode all but the
+    /// rows of the receive side, which the step itself tells).
+    ///
+    /// # Errors
+    /// As theirs.
+    ///
+    /// # Safety
+    /// As [`EpGroup::prepare`].
+    pub unsafe fn prepare_and_dispatch(
+        &self,
+        handle: &HandleRef,
+        claim: LayerClaim,
+        prepare: &Prepare,
+        call: &mut Dispatch,
+        stream: Stream,
+    ) -> Result<()> {
+        self.watched(|group, watch| {
+            // SAFETY: passed on.
+            let state = unsafe { group.enter(stream) }?;
+            let layer = group.claimed_layer(handle, claim)?;
+            let mut prepared = prepare.check(&group.config, &layer.config)?;
+            group.check_prepare_memory(prepare)?;
+            group.find_scales(call);
+            let is_eager = group.config.recv_capacity == RecvCapacity::Eager;
+            let given = is_eager.then_some(*call);
+            call.check(&group.config, &layer.config, prepared)?;
+            group.resolve_windows(call)?;
+            // SAFETY: passed on.
+            unsafe { group.prepare(watch, handle, &layer, prepare, prepared, (stream, state)) }?;
+            if let Some(given) = given {
+                // Only now is the total known that the receive side has to hold.
+                // SAFETY: passed on.
+                prepared = unsafe { group.with_total(handle, prepared, (stream, state)) }?;
+                *call = given;
+                call.check(&group.config, &layer.config, prepared)?;
+                group.resolve_windows(call)?;
+            }
+            let step = call.step(&layer.config);
+            let (engine, entry) = group.handle(handle, &layer, Some(prepared))?;
+            // SAFETY: passed on.
+            let queue = || unsafe { engine.dispatch(&entry.handle, call, stream) };
+            // SAFETY: passed on.
+            unsafe { watch.queue(step, stream, state, queue) }
+        })
+    }
+
+    /// One operation over a prepared layer: its rules, then its handle, then the call. The checks leave `call` as the engine gets
+    /// it: cut to the rows that count, and by address where no peer reaches.
+    ///
+    /// # Safety
+    /// As [`EpGroup::prepare`].
+    unsafe fn run_prepared<C: Payloads>(
+        &self,
+        handle: &HandleRef,
+        call: &mut C,
+        stream: Stream,
+        check: impl Fn(&mut C, &GroupConfig, &LayerConfig, Prepared) -> Result<()>,
+        run: impl FnOnce(&Engine, &Handle, &C) -> Result<()>,
+    ) -> Result<()> {
+        self.watched(|group, watch| {
+            // SAFETY: passed on.
+            let state = unsafe { group.enter(stream) }?;
+            // SAFETY: passed on.
+            let (mut layer, mut prepared) = unsafe { group.prepared_layer(handle, (stream, state)) }?;
+            if group.config.recv_capacity == RecvCapacity::Eager {
+                // SAFETY: passed on.
+                prepared = unsafe { group.with_total(handle, prepared, (stream, state)) }?;
+            }
+            group.find_scales(call);
+            if let Err(refused) = check(call, &group.config, &layer.config, prepared) {
+                // SAFETY: passed on.
+                let found = unsafe { group.revalidate(handle, (&layer, prepared), (stream, state)) };
+                (layer, prepared) = found.ok_or(refused)?;
+                // What the first check cut stays cut: to the group's capacity, which is the same for all memory.
+                check(call, &group.config, &layer.config, prepared)?;
+            }
+            group.resolve_windows(call)?;
+            let step = call.step(&layer.config);
+            let (engine, entry) = group.handle(handle, &layer, Some(prepared))?;
+            // SAFETY: passed on.
+            unsafe { watch.queue(step, stream, state, || run(engine, &entry.handle, call)) }?;
+            entry.maybe_stale |= C::CALL == Call::DispatchBwd;
+            Ok(())
+        })
+    }
+
+    /// Sends each token's row to the ranks of its experts.
+    ///
+    /// # Errors
+    /// As [`EpGroup::prepare`]; or the layer was not prepared.
+    ///
+    /// # Safety
+    /// As [`EpGroup::prepare`].
+    pub unsafe fn dispatch(&self, handle: &HandleRef, call: &mut Dispatch, stream: Stream) -> Result<()> {
+        let run = |engine: &Engine, handle: &Handle, call: &Dispatch| {
+            // SAFETY: the caller vouches for tensors and stream.
+            unsafe { engine.dispatch(handle, call, stream) }
+        };
+        // SAFETY: passed on.
+        unsafe { self.run_prepared(handle, call, stream, Dispatch::check, run) }
+    }
+
+    /// Sums each token's rows back on its own rank; unweighted.
+    ///
+    /// # Errors
+    /// As [`EpGroup::dispatch`].
+    ///
+    /// # Safety
+    /// As [`EpGroup::prepare`].
+    pub unsafe fn combine(&self, handle: &HandleRef, call: &mut Combine, stream: Stream) -> Result<()> {
+        let run = |engine: &Engine, handle: &Handle, call: &Combine| {
+            // SAFETY: the caller vouches for tensors and stream.
+            unsafe { engine.combine(handle, call, stream) }
+        };
+        // SAFETY: passed on.
+        unsafe { self.run_prepared(handle, call, stream, |c, g, _, p| c.check(g, p), run) }
+    }
+
+    /// Gradient of [`EpGroup::dispatch`].
+    ///
+    /// # Errors
+    /// As [`EpGroup::dispatch`].
+    ///
+    /// # Safety
+    /// As [`EpGroup::prepare`].
+    pub unsafe fn dispatch_bwd(&self, handle: &HandleRef, call: &mut DispatchBwd, stream: Stream) -> Result<()> {
+        let run = |engine: &Engine, handle: &Handle, call: &DispatchBwd| {
+            // SAFETY: the caller vouches for tensors and stream.
+            unsafe { engine.dispatch_bwd(handle, call, stream) }
+        };
+        // SAFETY: passed on.
+        unsafe { self.run_prepared(handle, call, stream, DispatchBwd::check, run) }
+    }
+
+    /// Gradient of [`EpGroup::combine`].
+    ///
+    /// # Errors
+    /// As [`EpGroup::dispatch`].
+    ///
+    /// # Safety
+    /// As [`EpGroup::prepare`].
+    pub unsafe fn combine_bwd(&self, handle: &HandleRef, call: &mut CombineBwd, stream: Stream) -> Result<()> {
+        let run = |engine: &Engine, handle: &Handle, call: &CombineBwd| {
+            // SAFETY: the caller vouches for tensors and stream.
+            unsafe { engine.combine_bwd(handle, call, stream) }
+        };
+        // SAFETY: passed on.
+        unsafe { self.run_prepared(handle, call, stream, |c, g, _, p| c.check(g, p), run) }
+    }
+}
+
+impl EpGroup {
+    /// What the last prepare over the handle memory `mem` found: waits for all that is queued on `stream`.
+    ///
+    /// # Errors
+    /// Memory that was not prepared; a stream that captures; or an error of the queued work.
+    ///
+    /// # Safety
+    /// As [`EpGroup::prepare`].
+    pub unsafe fn recv_totals(&self, mem: &TensorView, stream: Stream) -> Result<RecvTotals> {
+        // SAFETY: passed on.
+        self.watched(|group, _| unsafe { group.recv_totals(mem, stream) })
+    }
+
+    /// Hands out `bytes` bytes of symmetric memory, at the same offset of the same window on every rank; collective, and
+    /// behind all queued work of all ranks.
+    ///
+    /// # Errors
+    /// No bytes or no memory; ranks that disagree or do not come (then on every rank).
+    pub fn symm_alloc(&self, bytes: u64) -> Result<symm_pool::Place> {
+        self.watched(|group, watch| {
+            watch.progress().enter(Step::of(Call::SymmAlloc));
+            // SAFETY: the communicator outlives the group, by initialize's contract.
+            unsafe { group.symm.alloc(&group.meeting, bytes) }
+        })
+    }
+
+    /// Takes back what [`EpGroup::symm_alloc`] handed out; host only, in one order on all ranks.
+    ///
+    /// # Errors
+    /// An address that it did not hand out, or that was given back already.
+    pub fn symm_free(&self, address: u64) -> Result<()> {
+        self.lock()?.group.symm.free(address)
+    }
+
+    /// Registers a caller's memory as a window; collective, and behind all queued work of all ranks.
+    ///
+    /// # Errors
+    /// Memory that is no window's; ranks that disagree or do not come (then on every rank).
+    ///
+    /// # Safety
+    /// The memory has `bytes` bytes, is NCCL's or of the driver's virtual memory functions, and stays until it is
+    /// deregistered or the group has ended.
+    pub unsafe fn window_register(&self, address: u64, bytes: u64) -> Result<Window> {
+        self.watched(|group, watch| {
+            watch.progress().enter(Step::of(Call::WindowRegister));
+            // SAFETY: passed on; the communicator outlives the group, by initialize's contract.
+            unsafe { group.symm.window_register(&group.meeting, &mut group.residency, address, bytes) }
+        })
+    }
+
+    /// Ends what [`EpGroup::window_register`] began; collective, and behind all queued work of all ranks.
+    ///
+    /// # Errors
+    /// An address that is not registered; ranks that do not come.
+    pub fn window_deregister(&self, address: u64) -> Result<()> {
+        self.watched(|group, watch| {
+            watch.progress().enter(Step::of(Call::WindowDeregister));
+            // SAFETY: the communicator outlives the group, by initialize's contract.
+            unsafe { group.symm.window_deregister(&group.meeting, address) }
+        })
+    }
+
+    /// What lies at `address`, if that is in symmetric memory that this group handed out or registered.
+    ///
+    /// # Errors
+    /// [`Error::NotInitialized`].
+    pub fn symmetric_place(&self, address: u64) -> Result<Option<symm_pool::Place>> {
+        Ok(self.lock()?.group.symm.place_of(address))
+    }
+
+    /// Device memory of the group; host only.
+    ///
+    /// # Errors
+    /// [`Error::NotInitialized`].
+    pub fn memory_usage(&self) -> Result<MemoryUsage> {
+        let mut locked = self.lock()?;
+        let group = &mut locked.group;
+        let open: Vec<LayerConfig> = group.handles.layers().collect();
+        let mut handles = 0;
+        for layer in &open {
+            handles += group.layer_of(*layer)?.mem_bytes() as u64;
+        }
+        Ok(MemoryUsage {
+            group: group.engine.memory(),
+            library: group.meeting.bytes(),
+            handles,
+            open_handles: open.len() as u64,
+            symmetric: group.symm.statistics(),
+        })
+    }
+}
+
+impl Group {
+    /// Exchanges the routing, once `prepared` came out of its checks.
+    ///
+    /// # Safety
+    /// As [`EpGroup::prepare`].
+    unsafe fn prepare(
+        &mut self,
+        watch: &mut Watch,
+        handle: &HandleRef,
+        layer: &Layer,
+        call: &Prepare,
+        prepared: Prepared,
+        (stream, state): (Stream, StreamState),
+    ) -> Result<()> {
+        if self.config.recv_capacity == RecvCapacity::Eager {
+            require_no_capture(state)?;
+        }
+        self.engine.report();
+        let needs_revalidation = self.needs_revalidation(handle.key);
+        self.handle(handle, layer, None)?;
+        // A failed exchange leaves no routing that could be run; a captured one has not happened.
+        let entry = match state {
+            StreamState::Working => self.handles.start_prepare(handle.key),
+            StreamState::Capturing => self.handles.get_mut(handle.key),
+        };
+        let entry = entry.expect("built just now");
+        let step = call.step(&layer.config);
+        let Header(words) = Header::new(&layer.config, prepared, self.epoch);
+        let header = HeaderOut { address: handle.mem.data, words, total: total_of(&handle.mem, call) };
+        // SAFETY: the caller vouches for tensors, memory and stream.
+        let queue = || unsafe { self.engine.prepare(&entry.handle, call, &header, stream) };
+        // SAFETY: the caller vouches for the stream.
+        unsafe { watch.queue(step, stream, state, queue) }?;
+        entry.tokens = Some(prepared.num_tokens);
+        if let (HandleKey::Address(memory), true) = (handle.key, needs_revalidation) {
+            self.allocations.insert(memory, self.base.cuda.allocation_id(memory)?);
+        }
+        match state {
+            StreamState::Working => entry.prepared = Some(prepared),
+            StreamState::Capturing => {
+                let captured = Captured { key: handle.key, layer: layer.config, prepared };
+                self.handles.note_captured(handle.mem.data, captured);
+            }
+        }
+        Ok(())
+    }
+
+    /// The handle of `handle` as a handle of `layer`, built or rebuilt where needed. `prepared` is what the memory holds,
+    /// none for a prepare.
+    #[inline]
+    fn handle(
+        &mut self,
+        handle: &HandleRef,
+        layer: &Layer,
+        prepared: Option<Prepared>,
+    ) -> Result<(&Engine, &mut Entry<Handle>)> {
+        let tokens = prepared.map(|prepared| prepared.num_tokens);
+        let lookup = self.handles.lookup(handle.key, handle.mem.data, &layer.config, tokens)?;
+        if lookup != Lookup::Ready {
+            self.build_handle(handle, layer, prepared, &lookup)?;
+        }
+        Ok((&self.engine, self.handles.get_mut(handle.key).expect("ready or inserted")))
+    }
+
+    #[inline(never)]
+    fn build_handle(
+        &mut self,
+        handle: &HandleRef,
+        layer: &Layer,
+        prepared: Option<Prepared>,
+        lookup: &Lookup,
+    ) -> Result<()> {
+        let memory = handle.mem.bytes(HEADER_BYTES, layer.engine_bytes);
+        // SAFETY: the memory is the caller's, of the size that was checked, for as long as the handle is used.
+        let built = unsafe { self.engine.open(&layer.config, &memory) }?;
+        tracing::debug!(target: "nvte_ep", key = ?handle.key, ?lookup, "handle created");
+        // Queued work and captured graphs use the memory, not the host objects destroyed here.
+        for old in self.handles.insert(handle.key, handle.mem.data, layer.config, prepared, built) {
+            self.engine.close(old)?;
+        }
+        Ok(())
+    }
+}
+
+/// The total in the header of a handle memory, in the data type of the counts that prepare writes.
+fn total_of(mem: &TensorView, call: &Prepare) -> TensorView {
+    let dtype = call.total.as_ref().or(call.token_counts.as_ref()).map_or(DType::Int64, |counts| counts.dtype);
+    let shape = Shape::vector(1);
+    let data = mem.data + TOTAL_OFFSET as u64;
+    TensorView { name: "total", dtype, shape, data, window: None, scales: None }
+}

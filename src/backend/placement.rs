@@ -1,0 +1,93 @@
+//! Where the tensors of a call lie.
+
+use super::live::Group;
+use super::residency::Fit;
+use crate::config::Dialect;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::ops::{Payloads, Prepare, scales_of};
+use crate::tensor::TensorView;
+
+impl Group {
+    /// In the ABI whose windows have no place for scales, those of rows that lie in a window are looked up by their
+    /// address.
+    #[inline]
+    pub(super) fn find_scales(&self, call: &mut impl Payloads) {
+        for rows in call.payloads().into_iter().flatten() {
+            let (Some(_), Some(scales)) = (rows.window, &mut rows.scales) else { continue };
+            if self.config.dialect == Dialect::REGISTER_LAYER {
+                scales.window = self.symm.place_of(scales.data).map(|place| place.window);
+            }
+        }
+    }
+
+    /// Checks where a call's tensors lie. Those that peers do not reach go by their addresses from here on: nothing is gained
+    /// by a window there, and NCCL EP (0.1.0) does not look at all of them.
+    #[inline]
+    pub(super) fn resolve_windows(&mut self, call: &mut impl Payloads) -> Result<()> {
+        for (index, tensor) in call.payloads().into_iter().enumerate() {
+            match tensor {
+                Some(tensor) if tensor.window.is_some() || tensor.scales.is_some() => {
+                    self.resolve(tensor, index == 0)?
+                }
+                Some(tensor) => self.require_reachable(tensor)?,
+                None => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks where a tensor with windows or scales lies.
+    #[inline(never)]
+    fn resolve(&mut self, tensor: &mut TensorView, reached_by_peers: bool) -> Result<()> {
+        let address = self.symm.check_window(tensor)?;
+        let scales = match scales_of(tensor) {
+            Some(scales) if scales.window.is_some() => self.symm.check_window(&scales)?,
+            Some(scales) => self.require_reachable(&scales).map(|()| None)?,
+            None => None,
+        };
+        if tensor.window.is_none() {
+            self.require_reachable(tensor)?;
+        }
+        if reached_by_peers {
+            return Ok(());
+        }
+        if let Some(address) = address {
+            (tensor.data, tensor.window) = (address, None);
+        }
+        if let (Some(address), Some(kept)) = (scales, &mut tensor.scales) {
+            (kept.data, kept.window) = (address, None);
+        }
+        Ok(())
+    }
+
+    /// # Errors
+    /// A tensor that the group's device cannot reach, or whose allocation ends before it does.
+    #[inline]
+    fn require_reachable(&mut self, tensor: &TensorView) -> Result<()> {
+        self.residency.check(&self.base.cuda, tensor, tensor.byte_len(), Fit::Reachable)
+    }
+
+    pub(super) fn check_prepare_memory(&mut self, call: &Prepare) -> Result<()> {
+        self.require_reachable(&call.topk_idx)?;
+        [&call.token_counts, &call.total].into_iter().flatten().try_for_each(|tensor| self.require_reachable(tensor))
+    }
+
+    /// Handle memory of at least `bytes` bytes on the group's device.
+    #[inline]
+    pub(super) fn require_memory(&mut self, mem: &TensorView, bytes: usize) -> Result<()> {
+        require_memory(mem, bytes)?;
+        self.residency.check(&self.base.cuda, mem, bytes as u64, Fit::OnDevice)
+    }
+}
+
+/// Handle memory of at least `bytes` bytes.
+#[inline]
+fn require_memory(mem: &TensorView, bytes: usize) -> Result<()> {
+    let found = mem.vector("[bytes]")?;
+    mem.require_dtype(&[DType::Byte])?;
+    if found < bytes {
+        return Err(Error::argument(mem.name, format!("must have the reported size, {bytes} bytes"), found));
+    }
+    mem.require_storage(256)
+}

@@ -1,0 +1,90 @@
+//! Which device has which group. One lock a device around one `Option`: what one device does never blocks another, nothing can
+//! be read outside the lock, and a failed initialize leaves nothing behind.
+
+use super::fork;
+use super::live::Live;
+use crate::error::{Error, Result};
+use crate::sys;
+use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
+use std::sync::OnceLock;
+
+/// The place of one device's group. Slots are made at the first initialize of a device and never removed, so a call finds
+/// its own without a lock.
+pub(super) struct Slot {
+    pub(super) device: i32,
+    pub(super) group: Mutex<Option<Live>>,
+    next: OnceLock<Box<Slot>>,
+}
+
+/// Nothing is torn down at process exit: the libraries below may be gone by then.
+static FIRST_SLOT: OnceLock<Box<Slot>> = OnceLock::new();
+
+impl Slot {
+    pub(super) fn all() -> impl Iterator<Item = &'static Self> {
+        std::iter::successors(FIRST_SLOT.get(), |slot| slot.next.get()).map(Box::as_ref)
+    }
+
+    /// The slot of `device`, made if there is none.
+    pub(super) fn of(device: i32) -> &'static Self {
+        let mut place = &FIRST_SLOT;
+        loop {
+            let new = || Box::new(Self { device, group: Mutex::new(None), next: OnceLock::new() });
+            let slot = place.get_or_init(new);
+            if slot.device == device {
+                return slot;
+            }
+            place = &slot.next;
+        }
+    }
+}
+
+/// The EP group of the calling thread's current device.
+///
+/// # Errors
+/// [`Error::NotInitialized`].
+pub fn current_group() -> Result<EpGroup> {
+    fork::require_parent()?;
+    // Without any slot there was no initialize, and perhaps there is no CUDA either.
+    let Some(base) = FIRST_SLOT.get().and_then(|_| sys::loaded_base()) else {
+        return Err(Error::NotInitialized { device: None, initialized: Vec::new() });
+    };
+    let device = base.cuda.current_device()?;
+    match Slot::all().find(|slot| slot.device == device) {
+        Some(slot) => Ok(EpGroup(slot)),
+        None => Err(no_group_on(device)),
+    }
+}
+
+#[cold]
+fn no_group_on(device: i32) -> Error {
+    // A slot that is locked is at work, so it has a group.
+    let has_group = |slot: &&Slot| slot.group.try_lock().is_none_or(|group| group.is_some());
+    let mut initialized: Vec<i32> = Slot::all().filter(has_group).map(|slot| slot.device).collect();
+    initialized.sort_unstable();
+    Error::NotInitialized { device: Some(device), initialized }
+}
+
+/// Tells the ranks that wait for this one that its call `name` failed with `error`, if the current device has a group.
+pub(crate) fn tell_failure(name: &str, error: &Error) {
+    let Ok(group) = current_group() else { return };
+    // A slot at work has another thread's call in it.
+    let Some(group) = group.0.group.try_lock() else { return };
+    if let Some(live) = group.as_ref() {
+        live.watch.failed(name, error);
+    }
+}
+
+/// Access to the EP group of one device.
+pub struct EpGroup(&'static Slot);
+
+impl EpGroup {
+    /// The group, locked.
+    ///
+    /// # Errors
+    /// [`Error::NotInitialized`].
+    #[inline]
+    pub(super) fn lock(&self) -> Result<MappedMutexGuard<'static, Live>> {
+        MutexGuard::try_map(self.0.group.lock(), Option::as_mut)
+            .map_err(|_| Error::NotInitialized { device: Some(self.0.device), initialized: Vec::new() })
+    }
+}

@@ -1,0 +1,124 @@
+//! The end of a group.
+
+use super::bounded::bounded;
+use super::fork;
+use super::live::{Group, Live};
+use super::registry::Slot;
+use crate::error::{Error, Result};
+use crate::progress::{Call, Step};
+use nvte_ep_bindings as b;
+
+/// Ends every EP group of this process: waits for queued work and for the other ranks (both bounded), then destroys
+/// handles and group. The communicators stay the callers'. Without a group nothing happens.
+///
+/// # Errors
+/// [`Error::Teardown`] with all that failed; the groups are gone all the same.
+pub fn shutdown() -> Result<()> {
+    if fork::is_child() {
+        return Ok(());
+    }
+    let slots: Vec<&Slot> = Slot::all().collect();
+    // The lock is kept until all is destroyed: who comes next finds the device free, not half torn down.
+    let end = |slot: &Slot| {
+        let mut group = slot.group.lock();
+        group.take().map_or(Vec::new(), |live| live.destroy(slot.device))
+    };
+    let failures: Vec<String> = match slots.as_slice() {
+        [one] => end(one),
+        // Ranks of one process wait for each other, so each device gets a thread.
+        many => std::thread::scope(|scope| {
+            let threads: Vec<_> = many
+                .iter()
+                .map(|slot| std::thread::Builder::new().spawn_scoped(scope, move || end(slot)).map_err(|_| end(slot)))
+                .collect();
+            let joined = threads.into_iter().flat_map(|thread| match thread {
+                Ok(thread) => thread.join().unwrap_or_else(|_| vec!["a panic during tear-down".into()]),
+                // No thread could be started, so this one was ended at once, on this thread.
+                Err(failures) => failures,
+            });
+            joined.collect()
+        }),
+    };
+    if failures.is_empty() { Ok(()) } else { Err(Error::Teardown(failures)) }
+}
+
+impl Live {
+    /// Tears down in order and returns what failed.
+    pub(super) fn destroy(self, device: i32) -> Vec<String> {
+        let Self { watch, group } = self;
+        let limit = group.env.shutdown_timeout;
+        let base = group.base;
+        let quiet = watch.require_alive().and_then(|()| {
+            watch.progress().enter(Step::of(Call::Shutdown));
+            let hopeless = || watch.require_alive().err().map(|error| error.to_string());
+            bounded(limit, "the work queued on the device", &hopeless, move || {
+                base.cuda.set_current_device(device)?;
+                // SAFETY: takes nothing.
+                base.cuda.check("cuCtxSynchronize", unsafe { (base.cuda.cuCtxSynchronize)() })
+            })
+        });
+        let mut failures: Vec<String> = Vec::new();
+        // Peers may still read this rank's windows until they come here too.
+        let met = quiet.and_then(|()| {
+            base.cuda.set_current_device(device)?;
+            // SAFETY: the communicator outlives shutdown, by initialize's contract.
+            unsafe { group.meeting.barrier(limit) }
+        });
+        if met.as_ref().is_err_and(is_cuda_gone) {
+            // Called from a destructor that runs after CUDA's own: the process ends, and the driver has freed everything.
+            tracing::info!(target: "nvte_ep", device, "CUDA is gone already; nothing to destroy");
+            return Vec::new();
+        }
+        if let Err(error) = met.map_err(|error| group.engine.explain(error)) {
+            // Freeing would wait for the same stuck work, or pull memory from under a peer: the group's memory stays
+            // until the process ends.
+            let text = format!("{error}; the group's device memory is left to the process's end");
+            tracing::warn!(target: "nvte_ep", device, "{text}");
+            watch.progress().give_up(&text);
+            watch.abandon();
+            return vec![text];
+        }
+        watch.progress().leave();
+        let Group { engine, meeting, handles, symm, .. } = group;
+        watch.stop();
+        let mut ended = handles.into_handles().map(|handle| engine.close(handle)).collect::<Vec<_>>();
+        ended.push(engine.destroy());
+        ended.extend(symm.destroy());
+        ended.push(meeting.close());
+        for result in ended {
+            if let Err(error) = result {
+                tracing::warn!(target: "nvte_ep", device, "{error}");
+                failures.push(error.to_string());
+            }
+        }
+        tracing::info!(target: "nvte_ep", device, "EP group destroyed");
+        failures
+    }
+}
+
+/// Whether CUDA has shut down already, as it has in destructors that run after its own.
+fn is_cuda_gone(error: &Error) -> bool {
+    let gone = i64::from(b::CUDA_ERROR_DEINITIALIZED);
+    // NCCL has codes of its own, so only the driver's functions count.
+    matches!(error, Error::Library { call, code, .. } if call.starts_with("cu") && *code == gone)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::current_group;
+
+    #[test]
+    fn without_initialize_there_is_no_group() {
+        let text = current_group().err().unwrap().to_string();
+        assert_eq!(text, "there is no EP group: call nvte_ep_initialize first");
+        shutdown().unwrap();
+    }
+
+    #[test]
+    fn only_the_driver_can_be_gone() {
+        let error = |call| Error::Library { call, code: 4, text: String::new() };
+        assert!(is_cuda_gone(&error("cuInit")));
+        assert!(!is_cuda_gone(&error("ncclAllGather")), "4 is ncclInvalidArgument");
+    }
+}

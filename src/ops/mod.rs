@@ -1,0 +1,14 @@
+//! The per-step operations: their arguments by name (`args`), and every rule about them: of an operation (`rules`), of one
+//! tensor (`rows`), of scaled ones (`mxfp8`). A new rule has its text in docs/errors.md and a case in `tests`.
+#![forbid(unsafe_code)]
+
+mod args;
+mod mxfp8;
+mod rows;
+mod rules;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use args::Payloads;
+pub use args::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare, Prepared};
+pub(crate) use mxfp8::scales_of;
