@@ -132,6 +132,33 @@ def plain(run):
     run.shutdown()
 
 
+def statuses(run):
+    """200 invalid calls, which say so and do no more; a C++ exception would end the process."""
+    ep, tensor, size = run.ep, ctypes.c_void_p(), ctypes.c_size_t(0)
+    ep.nvte_ep_last_error.restype = ep.nvte_ep_status_string.restype = ctypes.c_char_p
+    invalid_argument, wrong_order = 1, 2
+    shape, layer = Tensor(run, FLOAT32, 4, [TOKENS, HIDDEN]).tensor, LayerConfig(ctypes.sizeof(LayerConfig), 0, 0)
+    none = Window()
+    calls = [
+        (lambda: ep.nvte_ep_try_create_tensor(77, ctypes.byref(tensor)), invalid_argument, b"nvte_create_tensor: scaling_mode"),
+        (lambda: ep.nvte_ep_try_initialize(None, None), invalid_argument, b"nvte_ep_initialize: group_config"),
+        (lambda: ep.nvte_ep_try_handle_mem_size(ctypes.byref(layer), ctypes.byref(size)), invalid_argument,
+         b"nvte_ep_handle_mem_size: layer_cfg.top_k"),
+        (lambda: ep.nvte_ep_try_combine(shape, shape, none, shape, run.stream), invalid_argument, b"nvte_ep_combine: handle_mem"),
+    ]
+    for _ in range(50):
+        for call, status, text in calls:
+            assert call() == status and ep.nvte_ep_last_error().startswith(text), ep.nvte_ep_last_error()
+    assert tensor.value is None and size.value == 0
+    assert ep.nvte_ep_status_string(wrong_order) == b"wrong order"
+    run.step()
+    assert ep.nvte_ep_try_shutdown() == 0
+    layer.top_k = TOP_K
+    status = ep.nvte_ep_try_handle_mem_size(ctypes.byref(layer), ctypes.byref(size))
+    assert status == wrong_order, (status, ep.nvte_ep_last_error())
+    assert ep.nvte_ep_last_error() == b"nvte_ep_handle_mem_size: there is no EP group: call nvte_ep_initialize first"
+
+
 def never(run):
     """Nobody shuts down."""
     run.step()
@@ -224,7 +251,7 @@ def exception(run):
     assert child.stderr.decode().rstrip().endswith("KeyError: 'the training loop failed'"), child
 
 
-CASES = {f.__name__: f for f in (plain, never, at_exit, in_del, threads, daemon, fork, close, exception, raising)}
+CASES = {f.__name__: f for f in (plain, never, at_exit, in_del, threads, daemon, fork, close, exception, raising, statuses)}
 
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[2] not in CASES:

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <nvte_ep_ext.h>
+#include <nvte_ep_status.h>
 
 #include <set>
 #include <string>
@@ -42,6 +43,21 @@ TEST(Stub, AdditionsNameTheRemedyToo) {
   EXPECT_TRUE(Throws("nvte_ep_ext_window_register", kRemedy, [&] { nvte_ep_ext_window_register(memory, 1, nullptr); }));
   EXPECT_TRUE(Throws("nvte_ep_ext_window_deregister", kRemedy, [&] { nvte_ep_ext_window_deregister(memory); }));
   EXPECT_NO_THROW(nvte_ep_ext_options_destroy(nullptr));
+}
+
+TEST(Stub, StatusesNameTheRemedyToo) {
+  EpCalls calls;
+  std::size_t bytes = 0;
+  std::uint64_t id = 0;
+  EXPECT_EQ(nvte_ep_try_initialize(nullptr, calls.config()), NVTE_EP_NOT_SUPPORTED);
+  EXPECT_EQ(nvte_ep_try_register_layer({0, 2, 0}, &bytes, &id), NVTE_EP_NOT_SUPPORTED);
+  EXPECT_EQ(nvte_ep_try_prepare({1, nullptr}, nullptr, nullptr, 0, nullptr), NVTE_EP_NOT_SUPPORTED);
+  const std::string text = nvte_ep_last_error();
+  for (const std::string& part : kRemedy) EXPECT_NE(text.find(part), std::string::npos) << text;
+  EXPECT_EQ(nvte_ep_try_shutdown(), NVTE_EP_SUCCESS);
+  NVTETensor tensor = nullptr;
+  EXPECT_EQ(nvte_ep_try_create_tensor(NVTE_DELAYED_TENSOR_SCALING, &tensor), NVTE_EP_SUCCESS);
+  EXPECT_EQ(nvte_ep_try_destroy_tensor(tensor), NVTE_EP_SUCCESS);
 }
 
 TEST(Stub, ShutdownIsNothing) {

@@ -1,10 +1,12 @@
-//! Regenerates what is generated and committed: C headers (cbindgen), Rust bindings (bindgen) and PTX (NVRTC).
+//! Regenerates what is generated and committed: the exported functions and their C headers (syn, cbindgen), Rust bindings
+//! (bindgen) and PTX (NVRTC).
 //!
 //! `cargo run -p nvte-ep-codegen -- headers [--check]`, `... -- bindings [--check] --wheels DIR` and
 //! `... -- kernels [--check] --nvrtc FILE`.
 //! With `--check` nothing is written; a file that differs from what would be written is an error that names it.
 
 mod bindings;
+mod exports;
 mod headers;
 mod kernels;
 
@@ -44,29 +46,46 @@ fn run() -> Result<String, String> {
         }
     }
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("codegen/ lies in the repository root");
-    let outputs = match what.as_deref() {
-        Some("headers") => headers::generate(root)?,
-        Some("bindings") => {
-            vec![bindings::generate(&wheels.ok_or("bindings needs --wheels \"$(qa/wheels.sh)\"")?)?]
+    let stages: Vec<Vec<Output>> = match what.as_deref() {
+        // Headers are made from the exported functions, which are written first.
+        Some("headers") => {
+            let exports = exports::generate(root)?;
+            if !check {
+                write(root, &exports)?;
+            }
+            vec![exports, headers::generate(root)?]
         }
-        Some("kernels") => kernels::generate(root, &nvrtc.ok_or("kernels needs --nvrtc \"$(qa/nvrtc.sh)\"")?)?,
+        Some("bindings") => {
+            vec![vec![bindings::generate(&wheels.ok_or("bindings needs --wheels \"$(qa/wheels.sh)\"")?)?]]
+        }
+        Some("kernels") => vec![kernels::generate(root, &nvrtc.ok_or("kernels needs --nvrtc \"$(qa/nvrtc.sh)\"")?)?],
         _ => return Err(usage.into()),
     };
-    let mut stale = Vec::new();
-    for output in &outputs {
-        let path = root.join(&output.path);
-        if std::fs::read_to_string(&path).is_ok_and(|committed| committed == output.text) {
-            continue;
-        }
-        if check {
-            stale.push(output.path.display().to_string());
-        } else {
-            std::fs::create_dir_all(path.parent().expect("an output lies in a folder")).map_err(|e| e.to_string())?;
-            std::fs::write(&path, &output.text).map_err(|e| format!("{}: {e}", path.display()))?;
-        }
+    let outputs: Vec<Output> = stages.into_iter().flatten().collect();
+    if !check {
+        write(root, &outputs)?;
+        return Ok(format!("{} file(s) written", outputs.len()));
     }
+    let stale: Vec<_> = outputs
+        .iter()
+        .filter(|output| !is_current(root, output))
+        .map(|output| output.path.display().to_string())
+        .collect();
     if !stale.is_empty() {
         return Err(format!("stale: {}; run the same command without --check and commit", stale.join(", ")));
     }
-    Ok(format!("{} file(s) {}", outputs.len(), if check { "up to date" } else { "written" }))
+    Ok(format!("{} file(s) up to date", outputs.len()))
+}
+
+fn is_current(root: &Path, output: &Output) -> bool {
+    std::fs::read_to_string(root.join(&output.path)).is_ok_and(|committed| committed == output.text)
+}
+
+fn write(root: &Path, outputs: &[Output]) -> Result<(), String> {
+    for output in outputs.iter().filter(|output| !is_current(root, output)) {
+        let path = root.join(&output.path);
+        std::fs::create_dir_all(path.parent().expect("an output lies in a folder")).map_err(|e| e.to_string())?;
+        std::fs::write(&path, &output.text).map_err(|e| format!("{}: {e}", path.display()))?;
+    }
+    Ok(())
 }

@@ -53,7 +53,7 @@ compiles() {
 }
 for compiler in "gcc -std=c11 -x c" "g++ -std=c++17 -x c++" "clang -std=c11 -x c" "clang++ -std=c++17 -x c++"; do
   for folder in nvte_ep nvte_ep/te; do
-    for header in transformer_engine/ep.h transformer_engine/comm_window.h transformer_engine/transformer_engine.h nvte_ep_ext.h; do
+    for header in transformer_engine/ep.h transformer_engine/comm_window.h transformer_engine/transformer_engine.h nvte_ep_ext.h nvte_ep_status.h; do
       check "$folder/$header after CUDA and NCCL, $compiler" compiles "$compiler" "$real" $folder cuda_runtime_api.h nccl.h $header
     done
   done
@@ -87,9 +87,11 @@ layout() {
     && diff <("$work/layout_te") <("$work/layout_ours") && "$work/layout_ours" | wc -l
 }
 check "structures and constants equal TransformerEngine's" layout
-same_names() { diff <(grep '^nvte_ep_' "$te/exports.txt") <(grep '^nvte_ep_' "$ROOT/$1" | grep -v '^nvte_ep_ext_'); }
+# Of our additions' names.
+ours='^nvte_ep_(ext_.*|try_.*|last_error|status_string)$'
+same_names() { diff <(grep '^nvte_ep_' "$te/exports.txt") <(grep '^nvte_ep_' "$ROOT/$1" | grep -vE "$ours"); }
 check "nvte_ep_* of libtransformer_engine.so" same_names abi/te_lib/exports.txt
 check "nvte_ep_* of libnvte_ep_preload.so" same_names abi/te_preload/exports.txt
-provided() { comm -13 "$te/exports.txt" <(grep '^nvte_' "$ROOT/abi/te_lib/exports.txt" | grep -v '^nvte_ep_ext_') | (! grep .); }
+provided() { comm -13 "$te/exports.txt" <(grep '^nvte_' "$ROOT/abi/te_lib/exports.txt" | grep -vE "$ours") | (! grep .); }
 check "TransformerEngine exports all that we do" provided
 finish

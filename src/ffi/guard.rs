@@ -1,5 +1,6 @@
 //! The error boundary: the one place that turns an error or a panic into a C++ exception.
 
+use super::status::NVTEEpStatus;
 use crate::error::{Error, Result};
 use std::any::Any;
 use std::ffi::{c_char, c_void};
@@ -17,29 +18,43 @@ unsafe extern "C-unwind" {
 /// `name: error`. The exception starts in C++ with nothing of Rust's left to destroy, so the calling function has to be
 /// `extern "C-unwind"` and own nothing with a destructor.
 pub fn guard<R>(name: &'static str, body: impl FnOnce() -> Result<R>) -> R {
-    let exception = match catch_unwind(AssertUnwindSafe(|| {
-        let _call = tracing::trace_span!(target: "nvte_ep", "call", name).entered();
-        body()
-    })) {
-        Ok(Ok(value)) => return value,
-        Ok(Err(error)) => {
-            // The ranks that wait for this one's call are told why it does not come.
-            if name.starts_with("nvte_ep_") {
-                crate::backend::tell_failure(name, &error);
-            }
-            exception(name, &error)
+    let exception = match attempt(name, body) {
+        Ok(value) => return value,
+        Err((_, text)) => {
+            // SAFETY: the shim copies the text, which is dropped here.
+            unsafe { nvte_ep_shim_error_new(text.as_ptr().cast(), text.len()) }
         }
-        Err(payload) => exception(name, &Error::Internal(panic_text(payload.as_ref()))),
     };
     // SAFETY: made just now, and thrown once; all of Rust's values above are gone.
     unsafe { nvte_ep_shim_error_throw(exception) }
 }
 
-fn exception(name: &str, error: &Error) -> *mut c_void {
+/// Runs the body of the exported function `name`. An error, or a panic, is returned as its kind and its text.
+pub(super) fn attempt<R>(
+    name: &'static str,
+    body: impl FnOnce() -> Result<R>,
+) -> std::result::Result<R, (NVTEEpStatus, String)> {
+    match catch_unwind(AssertUnwindSafe(|| {
+        let _call = tracing::trace_span!(target: "nvte_ep", "call", name).entered();
+        body()
+    })) {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) => {
+            // The ranks that wait for this one's call are told why it does not come.
+            if name.starts_with("nvte_ep_") {
+                crate::backend::tell_failure(name, &error);
+            }
+            Err(failure(name, &error))
+        }
+        Err(payload) => Err(failure(name, &Error::Internal(panic_text(payload.as_ref())))),
+    }
+}
+
+#[cold]
+fn failure(name: &str, error: &Error) -> (NVTEEpStatus, String) {
     let text = format!("{name}: {error}");
     tracing::error!(target: "nvte_ep", "{text}");
-    // SAFETY: the shim copies `length` bytes.
-    unsafe { nvte_ep_shim_error_new(text.as_ptr().cast(), text.len()) }
+    (error.into(), text)
 }
 
 fn panic_text(payload: &(dyn Any + Send)) -> String {

@@ -5,6 +5,8 @@ pub mod comm_window;
 pub mod ext;
 mod guard;
 pub mod register_layer;
+#[allow(non_camel_case_types, reason = "C names")]
+pub mod status;
 pub mod te;
 pub mod te_window;
 pub mod types;

@@ -35,10 +35,22 @@ mod core {
     }
 }
 
-#[path = "../../abi/ext.rs"]
+#[path = "../../abi/calls.rs"]
+mod calls;
+#[path = "../../abi/register_layer/src/exports.rs"]
+mod exports;
+#[path = "../../abi/ext/src/surface.rs"]
 mod ext;
+#[path = "../../abi/ext/src/exports.rs"]
+mod ext_exports;
+#[path = "../../abi/ext/src/twins.rs"]
+mod ext_twins;
+#[path = "../../abi/status.rs"]
+mod status;
 #[path = "../../abi/register_layer/src/surface.rs"]
 mod surface;
+#[path = "../../abi/register_layer/src/twins.rs"]
+mod twins;
 
 // Its exported functions belong to this library.
 use nvte_ep_tensor as _;

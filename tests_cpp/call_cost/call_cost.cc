@@ -5,6 +5,7 @@
 // Times are printed, not judged: they are for docs and comparisons on one machine. Allocations are judged.
 
 #include <dlfcn.h>
+#include <nvte_ep_status.h>
 
 #include <algorithm>
 #include <chrono>
@@ -13,6 +14,7 @@
 #include <cstdlib>
 #include <exception>
 #include <new>
+#include <stdexcept>
 #include <vector>
 
 #include "abi.h"
@@ -87,7 +89,7 @@ bool Measure(const char* name, Call&& call) {
   }
   std::sort(times.begin(), times.end());
   latest_median = times[kCalls / 2];
-  std::printf("%-22s %8lld %8lld %12llu\n", name, static_cast<long long>(times[kCalls / 2]),
+  std::printf("%-24s %8lld %8lld %12llu\n", name, static_cast<long long>(times[kCalls / 2]),
               static_cast<long long>(times[kCalls * 99 / 100]), static_cast<unsigned long long>(allocations));
   return allocations == 0;
 }
@@ -118,7 +120,8 @@ bool Run() {
   int stream_object = 0;
   const auto stream = reinterpret_cast<cudaStream_t>(&stream_object);
 
-  std::printf("%-22s %8s %8s %12s\n", "call", "median", "99 %", "allocations");
+  int failed = 0;  // statuses of the calls that return one
+  std::printf("%-24s %8s %8s %12s\n", "call", "median", "99 %", "allocations");
   bool none_allocates = Measure("(reading the clock)", [] {});
   clock_cost = latest_median;
   none_allocates &= Measure("nvte_ep_prepare", [&] { prepare.Call(stream); });
@@ -133,8 +136,22 @@ bool Run() {
   none_allocates &= Measure("nvte_ep_dispatch_bwd", [&] {
     nvte_ep_dispatch_bwd(handle, recv.get(), none, recv_weights.get(), none, tokens.get(), weights.get(), stream);
   });
+  none_allocates &= Measure("nvte_ep_try_dispatch", [&] {
+    failed |= nvte_ep_try_dispatch(handle, topk_idx.get(), tokens.get(), none, weights.get(), none, recv.get(), none,
+                                   recv_weights.get(), none, stream);
+  });
+  none_allocates &= Measure("nvte_ep_try_combine",
+                            [&] { failed |= nvte_ep_try_combine(handle, recv.get(), none, tokens.get(), stream); });
+  none_allocates &= Measure("nvte_ep_try_combine_bwd", [&] {
+    failed |= nvte_ep_try_combine_bwd(handle, tokens.get(), none, recv.get(), none, stream);
+  });
+  none_allocates &= Measure("nvte_ep_try_dispatch_bwd", [&] {
+    failed |= nvte_ep_try_dispatch_bwd(handle, recv.get(), none, recv_weights.get(), none, tokens.get(), weights.get(),
+                                       stream);
+  });
   nvte_ep_shutdown();
   std::free(memory);
+  if (failed != 0) throw std::runtime_error(nvte_ep_last_error());
   return none_allocates;
 }
 

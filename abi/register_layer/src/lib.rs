@@ -16,9 +16,19 @@ mod core {
     }
 }
 
-#[path = "../../ext.rs"]
+#[path = "../../calls.rs"]
+mod calls;
+mod exports;
+#[path = "../../ext/src/surface.rs"]
 mod ext;
+#[path = "../../ext/src/exports.rs"]
+mod ext_exports;
+#[path = "../../ext/src/twins.rs"]
+mod ext_twins;
+#[path = "../../status.rs"]
+mod status;
 mod surface;
+mod twins;
 
 // Its exported functions belong to this library.
 use nvte_ep_tensor as _;

@@ -1,143 +1,73 @@
-//! The eight exported functions: guard, parse, call. Here is what all of them share.
+//! The eight functions of the register_layer ABI: parse, call. `exports` and `twins` are generated from them; what they do
+//! is in abi/ep.md.
 //!
 //! Shapes: T = tokens of this rank in this step (0 to max_tokens_per_rank), H = hidden size, K = the layer's top_k,
 //! C = max_recv_tokens_per_rank. Receive-side tensors have at least C rows; rows from C on are neither read nor written.
 
-use crate::core;
+#![allow(clippy::too_many_arguments, reason = "the C functions have them")]
+
+use crate::calls::{combine_bwd_of, combine_of, dispatch_bwd_of, dispatch_of};
+use crate::core::{self, Tensors};
 use nvte_ep_core::backend::{Communicator, LayerClaim};
 use nvte_ep_core::config::{LayerConfig, SlabAlignment};
-use nvte_ep_core::error::Error;
+use nvte_ep_core::error::{Error, Result};
 use nvte_ep_core::ffi::comm_window::NVTECommWindow;
-use nvte_ep_core::ffi::guard;
 use nvte_ep_core::ffi::register_layer::{NVTEEpGroupConfig, NVTEEpHandle, NVTEEpLayerConfig};
 use nvte_ep_core::ffi::types::{NVTETensor, cudaStream_t};
-use nvte_ep_core::ffi::view::{Windows, optional, required};
-use nvte_ep_core::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare};
+use nvte_ep_core::ffi::view::{Windows, required};
+use nvte_ep_core::ops::Prepare;
 use nvte_ep_core::options::Options;
 use nvte_ep_core::sys::cuda::Stream;
-use nvte_ep_tensor::OwnTensors;
 use std::ffi::c_void;
 
-/// Creates the EP group of the calling thread's current device. Collective over ep_comm; every rank passes the same
-/// group_config.
-///
-/// ep_comm: an ncclComm_t of exactly group_config.ep_size ranks, on the current device. It is borrowed and outlives
-/// nvte_ep_shutdown.
-/// Throws when the device has a group already, for a bad configuration or communicator, when the machine lacks something
-/// that is needed (the text says what and how to provide it), and when ranks disagree (then on every rank).
-///
-/// # Safety
-/// ep_comm is NULL, which throws, or a live communicator.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn nvte_ep_initialize(ep_comm: *mut c_void, group_config: NVTEEpGroupConfig) {
-    guard("nvte_ep_initialize", || {
-        core::refuse_other_abi()?;
-        let comm = Communicator(ep_comm.expose_provenance());
-        // SAFETY: the caller vouches for the communicator.
-        unsafe { core::initialize(comm, group_config.into(), &Options::default()) }
-    });
+pub(crate) unsafe fn nvte_ep_initialize(ep_comm: *mut c_void, group_config: NVTEEpGroupConfig) -> Result<()> {
+    core::refuse_other_abi()?;
+    let comm = Communicator(ep_comm.expose_provenance());
+    // SAFETY: the caller vouches for the communicator.
+    unsafe { core::initialize(comm, group_config.into(), &Options::default()) }
 }
 
-/// Ends the EP groups of this process: waits for queued work and for the other ranks, then frees what the library holds.
-/// The communicator stays the caller's. Without a group it does nothing.
-///
-/// Every order of ending is fine in which the communicator lives until this returns: this, then ncclCommDestroy; this twice;
-/// another nvte_ep_initialize afterwards; this at exit, in a destructor, after an exception, or never. Tensors, streams and
-/// handle memory may go before or after it.
-/// Throws when queued work or another rank does not finish within NVTE_EP_SHUTDOWN_TIMEOUT_MS; the group is gone all the
-/// same.
-#[unsafe(no_mangle)]
-pub extern "C-unwind" fn nvte_ep_shutdown() {
-    guard("nvte_ep_shutdown", core::shutdown);
+pub(crate) fn nvte_ep_shutdown() -> Result<()> {
+    core::shutdown()
 }
 
-/// Registers a layer on the current device's group; host only. Returns its id, never 0. All registrations end with
-/// nvte_ep_shutdown.
-///
-/// handle_mem_size: receives the bytes of device memory that the caller allocates for the layer's routing, on a 256-byte
-/// boundary.
-/// Throws without a group, for a bad configuration, and beyond NVTE_EP_HANDLE_CACHE_SIZE registrations.
-///
-/// # Safety
-/// handle_mem_size is NULL, which throws, or points to a size_t.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn nvte_ep_register_layer(
+pub(crate) unsafe fn nvte_ep_register_layer(
     layer_config: NVTEEpLayerConfig,
     handle_mem_size: *mut usize,
-) -> u64 {
-    guard("nvte_ep_register_layer", || {
-        let group = core::current_group()?;
-        let config = LayerConfig::try_from(layer_config)?;
-        if handle_mem_size.is_null() {
-            return Err(Error::argument("handle_mem_size", "must not be NULL", "NULL"));
-        }
-        let (id, bytes) = group.register_layer(config)?;
-        // SAFETY: not NULL, and the caller vouches for what it points to.
-        unsafe { handle_mem_size.write(bytes) };
-        Ok(id)
-    })
+) -> Result<u64> {
+    let group = core::current_group()?;
+    let config = LayerConfig::try_from(layer_config)?;
+    if handle_mem_size.is_null() {
+        return Err(Error::argument("handle_mem_size", "must not be NULL", "NULL"));
+    }
+    let (id, bytes) = group.register_layer(config)?;
+    // SAFETY: not NULL, and the caller vouches for what it points to.
+    unsafe { handle_mem_size.write(bytes) };
+    Ok(id)
 }
 
-/// Exchanges the routing of one step among the ranks and keeps it in handle.mem. Collective, queued on stream.
-///
-/// topk_idx: [T, K] int64 or int32, the experts of each token. An index that is negative, or no expert, routes
-/// nowhere; an expert that a token names again counts once, with the weight of the first mention, and the later mentions
-/// have no gradient. Read until the queued work is done, and not written.
-/// token_counts: [num_experts / ep_size] int32 or int64; receives the rows of each local expert's slab: the tokens routed to
-/// it, padded to the alignment (no rows where there are no tokens).
-/// dispatch_output_per_expert_alignment: the registered value.
-/// Throws, before anything is queued, for an unknown id, unfit handle memory, and shapes or dtypes other than these.
-///
-/// # Safety
-/// The tensors are device memory of their extent, live until the queued work is done. The calls of a group come in one
-/// order on every rank and on one stream, or on streams ordered by events. This holds for all functions below.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn nvte_ep_prepare(
+pub(crate) unsafe fn nvte_ep_prepare(
     handle: NVTEEpHandle,
     topk_idx: NVTETensor,
     token_counts: NVTETensor,
     dispatch_output_per_expert_alignment: usize,
     stream: cudaStream_t,
-) {
-    guard("nvte_ep_prepare", || {
-        let group = core::current_group()?;
-        let tensors = OwnTensors::open();
-        let call = Prepare {
-            topk_idx: required(&tensors, "topk_idx", topk_idx, Windows::default())?,
-            token_counts: Some(required(&tensors, "token_counts", token_counts, Windows::default())?),
-            total: None,
-        };
-        let claim = LayerClaim::Registered(SlabAlignment::parse(
-            "dispatch_output_per_expert_alignment",
-            dispatch_output_per_expert_alignment,
-        )?);
-        let handle = handle.parse(&tensors)?;
-        tensors.close();
-        // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.prepare(&handle, claim, &call, Stream::from_raw(stream)) }
-    });
+) -> Result<()> {
+    let group = core::current_group()?;
+    let tensors = Tensors::open();
+    let call = Prepare {
+        topk_idx: required(&tensors, "topk_idx", topk_idx, Windows::default())?,
+        token_counts: Some(required(&tensors, "token_counts", token_counts, Windows::default())?),
+        total: None,
+    };
+    let alignment = SlabAlignment::parse("dispatch_output_per_expert_alignment", dispatch_output_per_expert_alignment)?;
+    let handle = handle.parse(&tensors)?;
+    tensors.close();
+    // SAFETY: the caller vouches for tensors and stream.
+    unsafe { group.prepare(&handle, LayerClaim::Registered(alignment), &call, Stream::from_raw(stream)) }
 }
 
-/// Sends each token's row, and its weights, to the ranks of its experts. Collective, queued on stream.
-///
-/// recv_tokens then holds the local experts' slabs one after the other; in a slab, rows come by source rank and then by
-/// source row, and the padding is zero. Rows beyond the last slab keep what they held.
-///
-/// topk_idx: [T, K] as given to nvte_ep_prepare; its contents are not read again. May be null without weights.
-/// tokens: [T, H] bfloat16, float16 or float32; or MXFP8, with its row-wise inverse scales [T, H / 32] float8_e8m0 and H a
-/// multiple of 512.
-/// topk_weights: [T, K] float32, or null to move rows only.
-/// recv_tokens: [C, H], dtype and scaling of tokens. In a zero-copy group its window is required, and its scales lie in memory of
-/// nvte_ep_ext_symm_alloc or nvte_ep_ext_window_register.
-/// recv_topk_weights: [C] float32, null if topk_weights is; receives each row's weight, 0 in the padding.
-/// ..._win: the tensor's place in symmetric memory, or {NULL, 0}. With a window, the tensor's data pointer is NULL or the same
-/// place.
-/// Throws, before anything is queued, when the layer was not prepared and for shapes or dtypes other than these.
-///
-/// # Safety
-/// As nvte_ep_prepare; windows cover their tensors on every rank.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn nvte_ep_dispatch(
+pub(crate) unsafe fn nvte_ep_dispatch(
     handle: NVTEEpHandle,
     topk_idx: NVTETensor,
     tokens: NVTETensor,
@@ -149,78 +79,40 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch(
     recv_topk_weights: NVTETensor,
     recv_topk_weights_win: NVTECommWindow,
     stream: cudaStream_t,
-) {
-    guard("nvte_ep_dispatch", || {
-        let group = core::current_group()?;
-        let tensors = OwnTensors::open();
-        let mut call = Dispatch {
-            topk_idx: optional(&tensors, "topk_idx", topk_idx, Windows::default())?,
-            tokens: required(&tensors, "tokens", tokens, tokens_win.parse())?,
-            topk_weights: optional(&tensors, "topk_weights", topk_weights, topk_weights_win.parse())?,
-            recv_tokens: required(&tensors, "recv_tokens", recv_tokens, recv_tokens_win.parse())?,
-            recv_topk_weights: optional(
-                &tensors,
-                "recv_topk_weights",
-                recv_topk_weights,
-                recv_topk_weights_win.parse(),
-            )?,
-        };
-        let handle = handle.parse(&tensors)?;
-        tensors.close();
-        // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.dispatch(&handle, &mut call, Stream::from_raw(stream)) }
-    });
+) -> Result<()> {
+    let group = core::current_group()?;
+    let tensors = Tensors::open();
+    let mut call = dispatch_of(
+        &tensors,
+        topk_idx,
+        (tokens, tokens_win.parse()),
+        (topk_weights, topk_weights_win.parse()),
+        (recv_tokens, recv_tokens_win.parse()),
+        (recv_topk_weights, recv_topk_weights_win.parse()),
+    )?;
+    let handle = handle.parse(&tensors)?;
+    tensors.close();
+    // SAFETY: the caller vouches for tensors and stream.
+    unsafe { group.dispatch(&handle, &mut call, Stream::from_raw(stream)) }
 }
 
-/// Sums each token's rows of expert_out back on its own rank; unweighted, so the caller multiplies by recv_topk_weights
-/// before. Collective, queued on stream.
-///
-/// The sum is taken in float32 over a rank's local experts in ascending order and rounded to the dtype, then in float32
-/// over ranks in ascending order and rounded. A token without rows gets zeroes.
-///
-/// expert_out: [C, H] in the layout of recv_tokens; padding is not read. In zero-copy groups it is modified: where a token has
-/// several rows on this rank, the first of them becomes their sum.
-/// result: [T, H], dtype of expert_out.
-/// Throws as nvte_ep_dispatch.
-///
-/// # Safety
-/// As nvte_ep_dispatch.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn nvte_ep_combine(
+pub(crate) unsafe fn nvte_ep_combine(
     handle: NVTEEpHandle,
     expert_out: NVTETensor,
     expert_out_win: NVTECommWindow,
     result: NVTETensor,
     stream: cudaStream_t,
-) {
-    guard("nvte_ep_combine", || {
-        let group = core::current_group()?;
-        let tensors = OwnTensors::open();
-        let mut call = Combine {
-            expert_out: required(&tensors, "expert_out", expert_out, expert_out_win.parse())?,
-            result: required(&tensors, "result", result, Windows::default())?,
-        };
-        let handle = handle.parse(&tensors)?;
-        tensors.close();
-        // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.combine(&handle, &mut call, Stream::from_raw(stream)) }
-    });
+) -> Result<()> {
+    let group = core::current_group()?;
+    let tensors = Tensors::open();
+    let mut call = combine_of(&tensors, (expert_out, expert_out_win.parse()), result)?;
+    let handle = handle.parse(&tensors)?;
+    tensors.close();
+    // SAFETY: the caller vouches for tensors and stream.
+    unsafe { group.combine(&handle, &mut call, Stream::from_raw(stream)) }
 }
 
-/// Gradient of nvte_ep_dispatch: sums the rows' gradients as nvte_ep_combine does, and gathers the weights' gradients.
-/// Collective, queued on stream.
-///
-/// grad: [C, H], gradient of recv_tokens; modified in zero-copy groups, as expert_out of nvte_ep_combine is.
-/// g_recv_topk_weights: [C] float32, gradient of recv_topk_weights, or null for the rows alone.
-/// grad_tokens: [T, H], dtype of grad; receives the gradient of tokens.
-/// grad_topk_weights: [T, K] float32, null if g_recv_topk_weights is; receives the gradient of topk_weights, 0 where the
-/// index was negative.
-/// Throws as nvte_ep_dispatch.
-///
-/// # Safety
-/// As nvte_ep_dispatch.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn nvte_ep_dispatch_bwd(
+pub(crate) unsafe fn nvte_ep_dispatch_bwd(
     handle: NVTEEpHandle,
     grad: NVTETensor,
     grad_win: NVTECommWindow,
@@ -229,55 +121,30 @@ pub unsafe extern "C-unwind" fn nvte_ep_dispatch_bwd(
     grad_tokens: NVTETensor,
     grad_topk_weights: NVTETensor,
     stream: cudaStream_t,
-) {
-    guard("nvte_ep_dispatch_bwd", || {
-        let group = core::current_group()?;
-        let tensors = OwnTensors::open();
-        let mut call = DispatchBwd {
-            grad: required(&tensors, "grad", grad, grad_win.parse())?,
-            g_recv_topk_weights: optional(
-                &tensors,
-                "g_recv_topk_weights",
-                g_recv_topk_weights,
-                g_recv_topk_weights_win.parse(),
-            )?,
-            grad_tokens: required(&tensors, "grad_tokens", grad_tokens, Windows::default())?,
-            grad_topk_weights: optional(&tensors, "grad_topk_weights", grad_topk_weights, Windows::default())?,
-        };
-        let handle = handle.parse(&tensors)?;
-        tensors.close();
-        // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.dispatch_bwd(&handle, &mut call, Stream::from_raw(stream)) }
-    });
+) -> Result<()> {
+    let group = core::current_group()?;
+    let tensors = Tensors::open();
+    let weights = (g_recv_topk_weights, g_recv_topk_weights_win.parse());
+    let mut call = dispatch_bwd_of(&tensors, (grad, grad_win.parse()), weights, grad_tokens, grad_topk_weights)?;
+    let handle = handle.parse(&tensors)?;
+    tensors.close();
+    // SAFETY: the caller vouches for tensors and stream.
+    unsafe { group.dispatch_bwd(&handle, &mut call, Stream::from_raw(stream)) }
 }
 
-/// Gradient of nvte_ep_combine: sends each token's gradient to all of its rows. Collective, queued on stream.
-///
-/// grad: [T, H], gradient of result; may be MXFP8, as tokens of nvte_ep_dispatch.
-/// grad_expert_out: [C, H], dtype and scaling of grad; receives the gradient of expert_out, zeroes in the padding.
-/// Throws as nvte_ep_dispatch.
-///
-/// # Safety
-/// As nvte_ep_dispatch.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn nvte_ep_combine_bwd(
+pub(crate) unsafe fn nvte_ep_combine_bwd(
     handle: NVTEEpHandle,
     grad: NVTETensor,
     grad_win: NVTECommWindow,
     grad_expert_out: NVTETensor,
     grad_expert_out_win: NVTECommWindow,
     stream: cudaStream_t,
-) {
-    guard("nvte_ep_combine_bwd", || {
-        let group = core::current_group()?;
-        let tensors = OwnTensors::open();
-        let mut call = CombineBwd {
-            grad: required(&tensors, "grad", grad, grad_win.parse())?,
-            grad_expert_out: required(&tensors, "grad_expert_out", grad_expert_out, grad_expert_out_win.parse())?,
-        };
-        let handle = handle.parse(&tensors)?;
-        tensors.close();
-        // SAFETY: the caller vouches for tensors and stream.
-        unsafe { group.combine_bwd(&handle, &mut call, Stream::from_raw(stream)) }
-    });
+) -> Result<()> {
+    let group = core::current_group()?;
+    let tensors = Tensors::open();
+    let mut call = combine_bwd_of(&tensors, (grad, grad_win.parse()), (grad_expert_out, grad_expert_out_win.parse()))?;
+    let handle = handle.parse(&tensors)?;
+    tensors.close();
+    // SAFETY: the caller vouches for tensors and stream.
+    unsafe { group.combine_bwd(&handle, &mut call, Stream::from_raw(stream)) }
 }

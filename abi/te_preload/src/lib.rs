@@ -18,7 +18,19 @@ mod core {
     }
 }
 
-#[path = "../../ext.rs"]
+#[path = "../../calls.rs"]
+mod calls;
+#[path = "../../te/src/exports.rs"]
+mod exports;
+#[path = "../../ext/src/surface.rs"]
 mod ext;
+#[path = "../../ext/src/exports.rs"]
+mod ext_exports;
+#[path = "../../ext/src/twins.rs"]
+mod ext_twins;
+#[path = "../../status.rs"]
+mod status;
 #[path = "../../te/src/surface.rs"]
 mod surface;
+#[path = "../../te/src/twins.rs"]
+mod twins;

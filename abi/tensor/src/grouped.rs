@@ -4,7 +4,6 @@
 use crate::store::{self, Array, Object, checked_scaling_mode};
 use crate::value::Value;
 use nvte_ep_core::error::{Error, Result};
-use nvte_ep_core::ffi::guard;
 use nvte_ep_core::ffi::types::{
     NVTE_DELAYED_TENSOR_SCALING, NVTEDType, NVTEGroupedTensor, NVTEGroupedTensorParam, NVTEScalingMode, NVTEShape,
     kNVTEFloat32, kNVTEGroupedColumnwiseData, kNVTEGroupedFirstDims, kNVTEGroupedRowwiseData,
@@ -110,24 +109,20 @@ impl Param {
 /// num_tensors: number of its tensors, at least 1.
 /// logical_shape: two dimensions, of all tensors together.
 /// Throws for other values.
-#[unsafe(no_mangle)]
-pub extern "C-unwind" fn nvte_create_grouped_tensor(
+pub(crate) fn nvte_create_grouped_tensor(
     scaling_mode: NVTEScalingMode,
     num_tensors: usize,
     logical_shape: NVTEShape,
-) -> NVTEGroupedTensor {
-    guard("nvte_create_grouped_tensor", || {
-        let grouped = GroupedTensor::new(scaling_mode, num_tensors, logical_shape)?;
-        store::create_object(Object::Grouped(Box::new(grouped)))
-    })
+) -> Result<NVTEGroupedTensor> {
+    let grouped = GroupedTensor::new(scaling_mode, num_tensors, logical_shape)?;
+    store::create_object(Object::Grouped(Box::new(grouped)))
 }
 
 /// Destroys a grouped tensor; its data stays the caller's. NULL is accepted.
 ///
 /// Throws for a grouped tensor that is not alive.
-#[unsafe(no_mangle)]
-pub extern "C-unwind" fn nvte_destroy_grouped_tensor(tensor: NVTEGroupedTensor) {
-    guard("nvte_destroy_grouped_tensor", || store::destroy_object::<GroupedTensor>(tensor));
+pub(crate) fn nvte_destroy_grouped_tensor(tensor: NVTEGroupedTensor) -> Result<()> {
+    store::destroy_object::<GroupedTensor>(tensor)
 }
 
 /// Sets a parameter of a grouped tensor.
@@ -138,19 +133,16 @@ pub extern "C-unwind" fn nvte_destroy_grouped_tensor(tensor: NVTEGroupedTensor) 
 ///
 /// # Safety
 /// buf points to size_in_bytes readable bytes.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn nvte_set_grouped_tensor_param(
+pub(crate) unsafe fn nvte_set_grouped_tensor_param(
     tensor: NVTEGroupedTensor,
     param: NVTEGroupedTensorParam,
     buf: *const c_void,
     size_in_bytes: usize,
-) {
-    guard("nvte_set_grouped_tensor_param", || {
-        let param = Param::parse(param)?;
-        // SAFETY: the caller vouches for the buffer.
-        let value = unsafe { param.unset().read(buf, size_in_bytes) }?;
-        store::change(tensor, |grouped: &mut GroupedTensor| grouped.set(param, value))
-    });
+) -> Result<()> {
+    let param = Param::parse(param)?;
+    // SAFETY: the caller vouches for the buffer.
+    let value = unsafe { param.unset().read(buf, size_in_bytes) }?;
+    store::change(tensor, |grouped: &mut GroupedTensor| grouped.set(param, value))
 }
 
 /// Gets a parameter of a grouped tensor; of NULL the value of one that nothing was put into.
@@ -162,49 +154,36 @@ pub unsafe extern "C-unwind" fn nvte_set_grouped_tensor_param(
 ///
 /// # Safety
 /// buf is NULL or points to size_in_bytes writable bytes; size_written is NULL or points to a size_t.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn nvte_get_grouped_tensor_param(
+pub(crate) unsafe fn nvte_get_grouped_tensor_param(
     tensor: NVTEGroupedTensor,
     param: NVTEGroupedTensorParam,
     buf: *mut c_void,
     size_in_bytes: usize,
     size_written: *mut usize,
-) {
-    guard("nvte_get_grouped_tensor_param", || {
-        let param = Param::parse(param)?;
-        let found = store::read(tensor, |grouped: &GroupedTensor| grouped.value(param))?;
-        // SAFETY: the caller vouches for the buffer and the pointer.
-        unsafe { found.unwrap_or(param.unset()).give(buf, size_in_bytes, size_written) }
-    });
+) -> Result<()> {
+    let param = Param::parse(param)?;
+    let found = store::read(tensor, |grouped: &GroupedTensor| grouped.value(param))?;
+    // SAFETY: the caller vouches for the buffer and the pointer.
+    unsafe { found.unwrap_or(param.unset()).give(buf, size_in_bytes, size_written) }
 }
 
 /// Number of tensors of a grouped tensor; 0 for NULL.
-#[unsafe(no_mangle)]
-pub extern "C-unwind" fn nvte_grouped_tensor_num_tensors(tensor: NVTEGroupedTensor) -> usize {
-    guard("nvte_grouped_tensor_num_tensors", || {
-        Ok(store::read(tensor, |grouped: &GroupedTensor| grouped.num_tensors)?.unwrap_or(0))
-    })
+pub(crate) fn nvte_grouped_tensor_num_tensors(tensor: NVTEGroupedTensor) -> Result<usize> {
+    Ok(store::read(tensor, |grouped: &GroupedTensor| grouped.num_tensors)?.unwrap_or(0))
 }
 
 /// Data type of a grouped tensor; kNVTEFloat32 for NULL.
-#[unsafe(no_mangle)]
-pub extern "C-unwind" fn nvte_grouped_tensor_type(tensor: NVTEGroupedTensor) -> NVTEDType {
-    guard("nvte_grouped_tensor_type", || Ok(store::read(tensor, GroupedTensor::dtype)?.unwrap_or(kNVTEFloat32)))
+pub(crate) fn nvte_grouped_tensor_type(tensor: NVTEGroupedTensor) -> Result<NVTEDType> {
+    Ok(store::read(tensor, GroupedTensor::dtype)?.unwrap_or(kNVTEFloat32))
 }
 
 /// Scaling mode of a grouped tensor; NVTE_DELAYED_TENSOR_SCALING for NULL.
-#[unsafe(no_mangle)]
-pub extern "C-unwind" fn nvte_grouped_tensor_scaling_mode(tensor: NVTEGroupedTensor) -> NVTEScalingMode {
-    guard("nvte_grouped_tensor_scaling_mode", || {
-        let found = store::read(tensor, |grouped: &GroupedTensor| grouped.scaling_mode)?;
-        Ok(found.unwrap_or(NVTE_DELAYED_TENSOR_SCALING))
-    })
+pub(crate) fn nvte_grouped_tensor_scaling_mode(tensor: NVTEGroupedTensor) -> Result<NVTEScalingMode> {
+    let found = store::read(tensor, |grouped: &GroupedTensor| grouped.scaling_mode)?;
+    Ok(found.unwrap_or(NVTE_DELAYED_TENSOR_SCALING))
 }
 
 /// Shape of all tensors of a grouped tensor together. Throws for NULL.
-#[unsafe(no_mangle)]
-pub extern "C-unwind" fn nvte_get_grouped_tensor_logical_shape(tensor: NVTEGroupedTensor) -> NVTEShape {
-    guard("nvte_get_grouped_tensor_logical_shape", || {
-        store::read_live(tensor, |grouped: &GroupedTensor| grouped.logical_shape)
-    })
+pub(crate) fn nvte_get_grouped_tensor_logical_shape(tensor: NVTEGroupedTensor) -> Result<NVTEShape> {
+    store::read_live(tensor, |grouped: &GroupedTensor| grouped.logical_shape)
 }

@@ -1,14 +1,15 @@
 //! The NVTETensor C interface: small descriptions of arrays that callers pass to the nvte_ep_* functions.
 //!
-//! `surface`, `grouped` and `quantization` hold the exported functions, `store` the objects. A library that links this crate
-//! exports the functions.
+//! `surface`, `grouped` and `quantization` say what the functions do, `store` holds the objects; `exports` and `twins` are
+//! generated from the former. A library that links this crate exports them.
 
-#[allow(non_snake_case, reason = "C parameter names become the header")]
-pub mod grouped;
-pub mod quantization;
+pub mod exports;
+mod grouped;
+mod quantization;
 mod store;
 #[allow(non_snake_case, reason = "C parameter names become the header")]
-pub mod surface;
+mod surface;
+pub mod twins;
 mod value;
 
 use nvte_ep_core::error::Result;

@@ -4,7 +4,6 @@
 use crate::store::{self, Object};
 use crate::value::Value;
 use nvte_ep_core::error::{Error, Result};
-use nvte_ep_core::ffi::guard;
 use nvte_ep_core::ffi::types::{
     NVTEQuantizationConfig, NVTEQuantizationConfigAttribute, kNVTENVFP44Over6MinMSE,
     kNVTEQuantizationConfigNVFP44Over6Mode, kNVTEQuantizationConfigNumAttributes,
@@ -41,11 +40,8 @@ fn parse(attr: NVTEQuantizationConfigAttribute) -> Result<usize> {
 }
 
 /// Creates a quantization configuration, every attribute 0. Destroy it with nvte_destroy_quantization_config.
-#[unsafe(no_mangle)]
-pub extern "C-unwind" fn nvte_create_quantization_config() -> NVTEQuantizationConfig {
-    guard("nvte_create_quantization_config", || {
-        store::create_object(Object::Quantization(Box::new(QuantizationConfig(UNSET))))
-    })
+pub(crate) fn nvte_create_quantization_config() -> Result<NVTEQuantizationConfig> {
+    store::create_object(Object::Quantization(Box::new(QuantizationConfig(UNSET))))
 }
 
 /// Sets an attribute of a quantization configuration.
@@ -56,29 +52,26 @@ pub extern "C-unwind" fn nvte_create_quantization_config() -> NVTEQuantizationCo
 ///
 /// # Safety
 /// buf points to size_in_bytes readable bytes.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn nvte_set_quantization_config_attribute(
+pub(crate) unsafe fn nvte_set_quantization_config_attribute(
     config: NVTEQuantizationConfig,
     attr: NVTEQuantizationConfigAttribute,
     buf: *const c_void,
     size_in_bytes: usize,
-) {
-    guard("nvte_set_quantization_config_attribute", || {
-        let index = parse(attr)?;
-        // SAFETY: the caller vouches for the buffer.
-        let value = unsafe { UNSET[index].read(buf, size_in_bytes) }?;
-        match value {
-            Value::Byte(mode)
-                if attr == kNVTEQuantizationConfigNVFP44Over6Mode && i32::from(mode) > kNVTENVFP44Over6MinMSE =>
-            {
-                Err(Error::argument("buf", "must hold an NVTENVFP44Over6Mode, 0 to 2", mode))
-            }
-            _ => store::change(config, |config: &mut QuantizationConfig| {
-                config.0[index] = value;
-                Ok(())
-            }),
+) -> Result<()> {
+    let index = parse(attr)?;
+    // SAFETY: the caller vouches for the buffer.
+    let value = unsafe { UNSET[index].read(buf, size_in_bytes) }?;
+    match value {
+        Value::Byte(mode)
+            if attr == kNVTEQuantizationConfigNVFP44Over6Mode && i32::from(mode) > kNVTENVFP44Over6MinMSE =>
+        {
+            Err(Error::argument("buf", "must hold an NVTENVFP44Over6Mode, 0 to 2", mode))
         }
-    });
+        _ => store::change(config, |config: &mut QuantizationConfig| {
+            config.0[index] = value;
+            Ok(())
+        }),
+    }
 }
 
 /// Gets an attribute of a quantization configuration.
@@ -89,26 +82,22 @@ pub unsafe extern "C-unwind" fn nvte_set_quantization_config_attribute(
 ///
 /// # Safety
 /// buf is NULL or points to size_in_bytes writable bytes; size_written is NULL or points to a size_t.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn nvte_get_quantization_config_attribute(
+pub(crate) unsafe fn nvte_get_quantization_config_attribute(
     config: NVTEQuantizationConfig,
     attr: NVTEQuantizationConfigAttribute,
     buf: *mut c_void,
     size_in_bytes: usize,
     size_written: *mut usize,
-) {
-    guard("nvte_get_quantization_config_attribute", || {
-        let index = parse(attr)?;
-        let value = store::read_live(config, |config: &QuantizationConfig| config.0[index])?;
-        // SAFETY: the caller vouches for the buffer and the pointer.
-        unsafe { value.give(buf, size_in_bytes, size_written) }
-    });
+) -> Result<()> {
+    let index = parse(attr)?;
+    let value = store::read_live(config, |config: &QuantizationConfig| config.0[index])?;
+    // SAFETY: the caller vouches for the buffer and the pointer.
+    unsafe { value.give(buf, size_in_bytes, size_written) }
 }
 
 /// Destroys a quantization configuration; NULL is accepted.
 ///
 /// Throws for a configuration that is not alive.
-#[unsafe(no_mangle)]
-pub extern "C-unwind" fn nvte_destroy_quantization_config(config: NVTEQuantizationConfig) {
-    guard("nvte_destroy_quantization_config", || store::destroy_object::<QuantizationConfig>(config));
+pub(crate) fn nvte_destroy_quantization_config(config: NVTEQuantizationConfig) -> Result<()> {
+    store::destroy_object::<QuantizationConfig>(config)
 }

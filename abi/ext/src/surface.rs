@@ -1,0 +1,264 @@
+//! Our additions to the interface.
+
+use crate::core::{self, NVTEEpGroupConfig, Tensors};
+use nvte_ep_core::backend::Communicator;
+use nvte_ep_core::error::{Error, Result};
+use nvte_ep_core::ffi::comm_window::ncclWindow_t;
+use nvte_ep_core::ffi::ext::{self, NVTEEpExtMemoryUsage, NVTEEpExtOptions, NVTEEpExtRecvTotals};
+use nvte_ep_core::ffi::types::{NVTETensor, cudaStream_t};
+use nvte_ep_core::ffi::versioned::write_versioned;
+use nvte_ep_core::ffi::view::{Windows, required};
+use nvte_ep_core::sys::cuda::Stream;
+use nvte_ep_core::tensor::Window;
+use std::ffi::{c_char, c_int, c_void};
+
+/// Names this library, its version and its ABI, as in "libnvte_ep 0.1.0 (register_layer ABI)". The string is static.
+pub(crate) fn nvte_ep_ext_version() -> *const c_char {
+    core::VERSION.as_ptr()
+}
+
+/// Makes options for nvte_ep_ext_initialize, all at their defaults.
+pub(crate) fn nvte_ep_ext_options_create() -> Result<*mut NVTEEpExtOptions> {
+    core::refuse_other_abi()?;
+    Ok(ext::options_create())
+}
+
+/// Sets one option. Numbers are decimal.
+///
+/// key and value:
+/// "overflow": "trap" (default: rows beyond max_recv_tokens_per_rank are a fatal error of the device) or "drop" (they are
+/// dropped: they miss in sums and get zero gradients; nvte_ep_ext_recv_totals tells how many).
+/// "eager": "on" (max_recv_tokens_per_rank is 0, num_topk is set, and the caller sizes the receive buffers of every step by
+/// nvte_ep_ext_recv_totals, one wait for the device a step) or "off".
+/// "num_topk": most experts per token of any layer; default: not said.
+/// "dispatch_sms", "combine_sms": multiprocessors of dispatch and combine and their gradients; default: the
+/// configuration's. They may differ with NCCL EP builds of API 3 only.
+/// "preprocess_sms": multiprocessors of nvte_ep_prepare's scan; default: all, or where ranks share a device the
+/// configuration's.
+/// "timeout_ms": how long nvte_ep_ext_initialize, and later the calls about symmetric memory, wait for other ranks, in
+/// milliseconds, 0 = for ever; default: NVTE_EP_TIMEOUT_MS.
+/// "shutdown_timeout_ms": how long nvte_ep_shutdown waits; default: NVTE_EP_SHUTDOWN_TIMEOUT_MS.
+/// "backend": "nccl_ep", the only one.
+/// "deterministic": "on" (rows of a slab come by source rank and row) or "off" (NCCL EP builds of API 3 may then use a
+/// faster order that differs from run to run); default: on, unless NCCL_EP_HT_EM_AG_SCAN_MODE is set.
+/// "symm_segment_bytes": smallest piece of symmetric memory that is registered at a time; default 67108864.
+/// Throws for a key or value other than these, with the valid ones, and for options that are not live.
+///
+/// # Safety
+/// key and value are NULL, which throws, or NUL-terminated.
+pub(crate) unsafe fn nvte_ep_ext_options_set(
+    options: *mut NVTEEpExtOptions,
+    key: *const c_char,
+    value: *const c_char,
+) -> Result<()> {
+    core::refuse_other_abi()?;
+    // SAFETY: the caller vouches for it.
+    let key = unsafe { ext::text("key", key) }?;
+    // SAFETY: the caller vouches for it.
+    let value = unsafe { ext::text("value", value) }?;
+    ext::options_set(options, &key, &value)
+}
+
+/// Reads one option back, as it was set; "default" where it was not.
+///
+/// value: receives the NUL-terminated text; an array of value_bytes bytes (32 hold every value).
+/// Throws for an unknown key, for options that are not live and for an array that is too short.
+///
+/// # Safety
+/// key is NULL, which throws, or NUL-terminated; value is NULL, which throws, or has value_bytes bytes.
+pub(crate) unsafe fn nvte_ep_ext_options_get(
+    options: *const NVTEEpExtOptions,
+    key: *const c_char,
+    value: *mut c_char,
+    value_bytes: usize,
+) -> Result<()> {
+    core::refuse_other_abi()?;
+    // SAFETY: the caller vouches for the key.
+    let text = ext::options_read(options)?.get(&unsafe { ext::text("key", key) }?)?;
+    // SAFETY: the caller vouches for the array.
+    unsafe { ext::put_text("value", value, value_bytes, &text) }
+}
+
+/// Ends options; groups that were made with them keep what they said. NULL is nothing.
+///
+/// Throws for options that are not live.
+pub(crate) fn nvte_ep_ext_options_destroy(options: *mut NVTEEpExtOptions) -> Result<()> {
+    ext::options_destroy(options)
+}
+
+/// nvte_ep_initialize with options.
+///
+/// options: NULL for all defaults; every rank sets the same, time-outs excepted. They may be destroyed afterwards.
+/// Throws as nvte_ep_initialize; for options that contradict group_config or are not live; and, on every rank, when ranks
+/// set different ones.
+///
+/// # Safety
+/// As nvte_ep_initialize; group_config is NULL, which throws, or points to a configuration.
+pub(crate) unsafe fn nvte_ep_ext_initialize(
+    ep_comm: *mut c_void,
+    group_config: *const NVTEEpGroupConfig,
+    options: *const NVTEEpExtOptions,
+) -> Result<()> {
+    core::refuse_other_abi()?;
+    // SAFETY: the caller vouches for the configuration.
+    let request = unsafe { NVTEEpGroupConfig::read(group_config) }?;
+    let options = ext::options_read(options)?;
+    let comm = Communicator(ep_comm.expose_provenance());
+    // SAFETY: the caller vouches for the communicator.
+    unsafe { core::initialize(comm, request, &options) }
+}
+
+/// Tells what the last nvte_ep_prepare over handle_mem found. Waits for all that is queued on stream.
+///
+/// In eager mode this is the step's one wait for the device: the receive buffers need at least `needed` rows, and none for
+/// 0. In groups that drop it tells how many rows of the step miss.
+///
+/// handle_mem: the layer's handle memory; in the register_layer ABI, handle.mem.
+/// totals: receives the numbers; struct_size is set before.
+/// Throws for memory that holds no routing, while stream captures a graph, and when queued work has failed.
+///
+/// # Safety
+/// totals is NULL, which throws, or points to as many bytes as its struct_size says; stream is a stream of the group's device
+/// on which nvte_ep_prepare was queued, or which waits for it.
+pub(crate) unsafe fn nvte_ep_ext_recv_totals(
+    handle_mem: NVTETensor,
+    totals: *mut NVTEEpExtRecvTotals,
+    stream: cudaStream_t,
+) -> Result<()> {
+    let group = core::current_group()?;
+    let mem = required(&Tensors::open(), "handle_mem", handle_mem, Windows::default())?;
+    // SAFETY: the caller vouches for memory and stream.
+    let found = unsafe { group.recv_totals(&mem, Stream::from_raw(stream)) }?;
+    // SAFETY: the caller vouches for the structure.
+    unsafe { write_versioned("totals", totals, found.into()) }
+}
+
+/// Tells how much device memory the current device's group takes on this rank; host only.
+///
+/// usage: receives the numbers; struct_size is set before.
+/// Throws without a group.
+///
+/// # Safety
+/// usage is NULL, which throws, or points to as many bytes as its struct_size says.
+pub(crate) unsafe fn nvte_ep_ext_memory_usage(usage: *mut NVTEEpExtMemoryUsage) -> Result<()> {
+    let found = core::current_group()?.memory_usage()?;
+    // SAFETY: the caller vouches for the structure.
+    unsafe { write_versioned("usage", usage, found.into()) }
+}
+
+/// Hands out symmetric memory of the current device's group, for payloads of zero-copy calls: the same offset of the same
+/// window on every rank. Collective: every rank asks for the same bytes, and makes its calls of nvte_ep_ext_symm_alloc,
+/// nvte_ep_ext_symm_free and nvte_ep_ext_window_* in the same order. Waits for the queued work of all ranks.
+///
+/// Memory comes from a few large segments, each registered once; a call that needs no new segment costs one small exchange.
+///
+/// bytes: 1 or more.
+/// ptr: receives the address, a multiple of 256.
+/// window, offset: receive where that is in symmetric memory, for an NVTECommWindow; each may be NULL.
+/// The memory ends with nvte_ep_shutdown.
+/// Throws without a group, and, on every rank, when a rank has no memory left, asks for other bytes, made other calls before,
+/// or does not come within the time-out.
+///
+/// # Safety
+/// ptr is NULL, which throws, or writable; window and offset are NULL or writable.
+pub(crate) unsafe fn nvte_ep_ext_symm_alloc(
+    bytes: usize,
+    ptr: *mut *mut c_void,
+    window: *mut ncclWindow_t,
+    offset: *mut u64,
+) -> Result<()> {
+    let group = core::current_group()?;
+    if ptr.is_null() {
+        return Err(Error::argument("ptr", "must not be NULL", "NULL"));
+    }
+    let place = group.symm_alloc(bytes as u64)?;
+    // SAFETY: the caller vouches for all three.
+    unsafe { put_window(place.window, window, offset) };
+    // SAFETY: not NULL, and the caller vouches for it.
+    unsafe { ptr.write(std::ptr::with_exposed_provenance_mut(place.address as usize)) };
+    Ok(())
+}
+
+/// Gives memory of nvte_ep_ext_symm_alloc back; host only. Every rank does so at the same point of the order that
+/// nvte_ep_ext_symm_alloc asks for. Work that is queued may still use the memory: it is handed out again no earlier than by
+/// a later nvte_ep_ext_symm_alloc, which waits for that work. NULL is nothing.
+///
+/// Throws for an address that was not handed out or was given back already, and without a group (nvte_ep_shutdown has freed
+/// all of it).
+pub(crate) fn nvte_ep_ext_symm_free(ptr: *mut c_void) -> Result<()> {
+    let group = core::current_group()?;
+    if ptr.is_null() { Ok(()) } else { group.symm_free(ptr.addr() as u64) }
+}
+
+/// Tells where an address is in symmetric memory of the current device's group; host only.
+///
+/// ptr: in memory of nvte_ep_ext_symm_alloc or nvte_ep_ext_window_register, at its start or further in.
+/// window, offset: receive the place, for an NVTECommWindow; each may be NULL.
+/// Throws for any other address, and without a group.
+///
+/// # Safety
+/// window and offset are NULL or writable. ptr is not read.
+pub(crate) unsafe fn nvte_ep_ext_window_of(
+    ptr: *const c_void,
+    window: *mut ncclWindow_t,
+    offset: *mut u64,
+) -> Result<()> {
+    let place = core::current_group()?.symmetric_place(ptr.addr() as u64)?.ok_or_else(|| {
+        let required = "must be in memory of nvte_ep_ext_symm_alloc or nvte_ep_ext_window_register";
+        Error::argument("ptr", required, format!("{ptr:p}"))
+    })?;
+    // SAFETY: the caller vouches for both.
+    unsafe { put_window(place.window, window, offset) };
+    Ok(())
+}
+
+/// Whether nvte_ep_ext_window_of takes an address: 1 or 0; host only.
+///
+/// Throws without a group.
+pub(crate) fn nvte_ep_ext_is_symmetric(ptr: *const c_void) -> Result<c_int> {
+    Ok(c_int::from(core::current_group()?.symmetric_place(ptr.addr() as u64)?.is_some()))
+}
+
+/// Registers memory that a framework's own pool holds as a window of the group's communicator, so that payloads may lie in
+/// it. Collective as nvte_ep_ext_symm_alloc; every rank registers as many bytes.
+///
+/// ptr: a multiple of 4096, of ncclMemAlloc or the driver's virtual memory functions. It stays until
+/// nvte_ep_ext_window_deregister or nvte_ep_shutdown, which ends the window.
+/// window: receives it; may be NULL, nvte_ep_ext_window_of finds it.
+/// Throws as nvte_ep_ext_symm_alloc, and for memory that is registered already or cannot be a window.
+///
+/// # Safety
+/// ptr has `bytes` bytes of such memory; window is NULL or writable.
+pub(crate) unsafe fn nvte_ep_ext_window_register(
+    ptr: *mut c_void,
+    bytes: usize,
+    window: *mut ncclWindow_t,
+) -> Result<()> {
+    let group = core::current_group()?;
+    // SAFETY: the caller vouches for the memory.
+    let made = unsafe { group.window_register(ptr.expose_provenance() as u64, bytes as u64) }?;
+    // SAFETY: the caller vouches for it.
+    unsafe { put_window(made, window, std::ptr::null_mut()) };
+    Ok(())
+}
+
+/// Ends a registration. Collective as nvte_ep_ext_symm_alloc; afterwards no rank's queued work uses the window.
+///
+/// ptr: as given to nvte_ep_ext_window_register.
+/// Throws for any other address, and as nvte_ep_ext_symm_alloc.
+pub(crate) fn nvte_ep_ext_window_deregister(ptr: *mut c_void) -> Result<()> {
+    core::current_group()?.window_deregister(ptr.addr() as u64)
+}
+
+/// # Safety
+/// Both pointers are NULL or writable.
+unsafe fn put_window(found: Window, window: *mut ncclWindow_t, offset: *mut u64) {
+    if !window.is_null() {
+        // SAFETY: not NULL, and the caller vouches for it.
+        unsafe { window.write(std::ptr::with_exposed_provenance_mut(found.handle())) };
+    }
+    if !offset.is_null() {
+        // SAFETY: as above.
+        unsafe { offset.write(found.offset) };
+    }
+}
