@@ -12,7 +12,7 @@ use crate::config::{GroupConfig, LayerConfig, RecvCapacity};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::memory::HEADER_BYTES;
-use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Payloads, Prepare, Prepared};
+use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Payloads, Prepare, Prepared, Ranges, Touches};
 use crate::progress::{Call, Step};
 use crate::symm_pool;
 use crate::sys::cuda::{Stream, StreamState};
@@ -60,6 +60,7 @@ impl EpGroup {
             let layer = group.claimed_layer(handle, claim)?;
             let prepared = call.check(&group.config, &layer.config)?;
             group.check_prepare_memory(call)?;
+            require_disjoint(handle, &layer, true, [call])?;
             // SAFETY: passed on.
             unsafe { group.prepare(watch, handle, &layer, call, prepared, (stream, state)) }
         })
@@ -92,6 +93,7 @@ impl EpGroup {
             let given = is_eager.then_some(*call);
             call.check(&group.config, &layer.config, prepared)?;
             group.resolve_windows(call)?;
+            require_disjoint(handle, &layer, true, [prepare as &dyn Touches, call])?;
             // SAFETY: passed on.
             unsafe { group.prepare(watch, handle, &layer, prepare, prepared, (stream, state)) }?;
             if let Some(given) = given {
@@ -116,7 +118,7 @@ impl EpGroup {
     ///
     /// # Safety
     /// As [`EpGroup::prepare`].
-    unsafe fn run_prepared<C: Payloads>(
+    unsafe fn run_prepared<C: Payloads + Touches>(
         &self,
         handle: &HandleRef,
         call: &mut C,
@@ -142,6 +144,7 @@ impl EpGroup {
                 check(call, &group.config, &layer.config, prepared)?;
             }
             group.resolve_windows(call)?;
+            require_disjoint(handle, &layer, false, [&*call])?;
             let step = call.step(&layer.config);
             let (engine, entry) = group.handle(handle, &layer, Some(prepared))?;
             // SAFETY: passed on.
@@ -390,6 +393,19 @@ impl Group {
         }
         Ok(())
     }
+}
+
+/// Calls over the memory of `handle` that were checked: none of them writes what another argument holds.
+#[inline]
+fn require_disjoint<T: Touches + ?Sized, const N: usize>(
+    handle: &HandleRef,
+    layer: &Layer,
+    is_prepare: bool,
+    calls: [&T; N],
+) -> Result<()> {
+    let mut ranges = Ranges::new(&handle.mem, layer.mem_bytes(), is_prepare);
+    calls.into_iter().for_each(|call| call.touches(&mut ranges));
+    ranges.require_disjoint()
 }
 
 /// The total in the header of a handle memory, in the data type of the counts that prepare writes.

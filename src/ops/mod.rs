@@ -1,9 +1,10 @@
 //! The per-step operations: their arguments by name (`args`), and every rule about them: of an operation (`rules`), of one
-//! tensor (`rows`), of scaled ones (`mxfp8`). A new rule has its text in docs/errors.md and a case in `tests`.
+//! tensor (`rows`), of scaled ones (`mxfp8`), of memory that two of them share (`overlap`). A new rule has its text in docs/errors.md and a case in `tests`.
 #![forbid(unsafe_code)]
 
 mod args;
 mod mxfp8;
+mod overlap;
 mod rows;
 mod rules;
 #[cfg(test)]
@@ -12,3 +13,4 @@ mod tests;
 pub(crate) use args::Payloads;
 pub use args::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare, Prepared};
 pub(crate) use mxfp8::scales_of;
+pub(crate) use overlap::{Ranges, Touches};

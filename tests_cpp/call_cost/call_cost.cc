@@ -6,6 +6,7 @@
 
 #include <dlfcn.h>
 #include <nvte_ep_status.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <chrono>
@@ -108,12 +109,16 @@ bool Run() {
   test::Initialize(reinterpret_cast<ncclComm_t>(&communicator), config);
   const test::RegisteredLayer layer = test::Register(kTopK, 0);
 
-  // Nothing is read or written, so no tensor needs more memory than its address.
-  char* const memory = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
-  const Tensor mem(memory, kNVTEByte, {layer.bytes});
-  const Tensor topk_idx(memory, kNVTEInt64, {kTokens, kTopK}), counts(memory, kNVTEInt32, {kExperts});
-  const Tensor tokens(memory, kNVTEBFloat16, {kTokens, kHidden}), weights(memory, kNVTEFloat32, {kTokens, kTopK});
-  const Tensor recv(memory, kNVTEBFloat16, {kRows, kHidden}), recv_weights(memory, kNVTEFloat32, {kRows});
+  // Nothing is read or written, so no tensor needs more than addresses of its own, of which there are 4 GiB.
+  constexpr std::size_t kAddresses = std::size_t{1} << 32, kEach = std::size_t{1} << 29;
+  void* const reserved = mmap(nullptr, kAddresses, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (reserved == MAP_FAILED) throw std::runtime_error("no addresses");
+  char* const memory = static_cast<char*>(reserved);
+  const auto at = [memory](std::size_t place) { return memory + place * kEach; };
+  const Tensor mem(at(0), kNVTEByte, {layer.bytes});
+  const Tensor topk_idx(at(1), kNVTEInt64, {kTokens, kTopK}), counts(at(2), kNVTEInt32, {kExperts});
+  const Tensor tokens(at(3), kNVTEBFloat16, {kTokens, kHidden}), weights(at(4), kNVTEFloat32, {kTokens, kTopK});
+  const Tensor recv(at(5), kNVTEBFloat16, {kRows, kHidden}), recv_weights(at(6), kNVTEFloat32, {kRows});
   const test::Handle handle = test::MakeHandle(layer.id, mem.get());
   const test::PrepareArgs prepare = test::MakePrepareArgs(handle, topk_idx.get(), counts.get(), nullptr, kTopK, 0);
   const NVTECommWindow none = {};
@@ -150,7 +155,7 @@ bool Run() {
                                        stream);
   });
   nvte_ep_shutdown();
-  std::free(memory);
+  munmap(reserved, kAddresses);
   if (failed != 0) throw std::runtime_error(nvte_ep_last_error());
   return none_allocates;
 }

@@ -332,5 +332,69 @@ TEST_F(CombineBwdErrors, Addresses) {
        {"grad_expert_out", "null"});
 }
 
+// ---- memory that two arguments share ----
+
+class OverlapErrors : public ErrorTest {
+ protected:
+  static std::uint8_t* DataOf(NVTETensor tensor) { return static_cast<std::uint8_t*>(nvte_tensor_data(tensor)); }
+  static std::size_t BytesOf(NVTETensor tensor) { return nvte_tensor_size_bytes(tensor); }
+  // A tensor like `like` at another address.
+  static Tensor Moved(NVTETensor like, std::uint8_t* data) {
+    const NVTEShape shape = nvte_tensor_shape(like);
+    return Tensor(data, nvte_tensor_type(like), std::vector<std::size_t>(shape.data, shape.data + shape.ndim));
+  }
+};
+
+TEST_F(OverlapErrors, Prepare) {
+  PrepareArgs args = step().prepare_args();
+  const Tensor counts = Moved(args.token_counts, DataOf(args.topk_idx) + 16);
+  args.token_counts = counts.get();
+  Refuses("nvte_ep_prepare", {kCounts, "must not share memory with topk_idx"}, [&] { args.Call(); });
+}
+
+TEST_F(OverlapErrors, Dispatch) {
+  DispatchArgs args = step().dispatch_args();
+  const Tensor weights = Moved(args.recv_topk_weights, DataOf(args.recv_tokens) + 4096);
+  args.recv_topk_weights = weights.get();
+  Refuses("nvte_ep_dispatch", {"recv_topk_weights must not share memory with recv_tokens"}, [&] { args.Call(); });
+  args = step().dispatch_args();
+  const Tensor in_place = Moved(args.tokens, DataOf(args.recv_tokens));
+  args.tokens = in_place.get();
+  Refuses("nvte_ep_dispatch", {"recv_tokens must not share memory with tokens"}, [&] { args.Call(); });
+}
+
+TEST_F(OverlapErrors, Combine) {
+  CombineArgs args = step().combine_args();
+  const Tensor over_memory = Moved(args.result, rig().layer.memory().data());
+  args.result = over_memory.get();
+  Refuses("nvte_ep_combine", {"result must not share memory with", kHandleMem}, [&] { args.Call(); });
+  args = step().combine_args();
+  const Tensor last_rows =
+      Moved(args.result, DataOf(args.expert_out) + BytesOf(args.expert_out) - BytesOf(args.result));
+  args.result = last_rows.get();
+  Refuses("nvte_ep_combine", {"result must not share memory with expert_out"}, [&] { args.Call(); });
+}
+
+TEST_F(OverlapErrors, Gradients) {
+  CombineBwdArgs combine = step().combine_bwd_args();
+  const Tensor rows = Moved(combine.grad, DataOf(combine.grad_expert_out) + 64);
+  combine.grad = rows.get();
+  Refuses("nvte_ep_combine_bwd", {"grad_expert_out must not share memory with grad"}, [&] { combine.Call(); });
+  DispatchBwdArgs dispatch = step().dispatch_bwd_args();
+  const Tensor weights = Moved(dispatch.grad_topk_weights, DataOf(dispatch.g_recv_topk_weights));
+  dispatch.grad_topk_weights = weights.get();
+  Refuses("nvte_ep_dispatch_bwd", {"grad_topk_weights must not share memory with g_recv_topk_weights"},
+          [&] { dispatch.Call(); });
+}
+
+// What is only read may be shared: the weights lie in the tokens' memory.
+TEST_F(OverlapErrors, ReadersMayShare) {
+  DispatchArgs args = step().dispatch_args();
+  const Tensor weights = Moved(args.topk_weights, DataOf(args.tokens));
+  args.topk_weights = weights.get();
+  EXPECT_NO_THROW(args.Call());
+  World::Get().Wait();
+}
+
 }  // namespace
 }  // namespace test

@@ -75,7 +75,12 @@ pub unsafe extern "C-unwind" fn nvte_ep_register_layer(
 /// token_counts: [num_experts / ep_size] int32 or int64; receives the rows of each local expert's slab: the tokens routed to
 /// it, padded to the alignment (no rows where there are no tokens).
 /// dispatch_output_per_expert_alignment: the registered value.
-/// Throws, before anything is queued, for an unknown id, unfit handle memory, and shapes or dtypes other than these.
+/// Throws, before anything is queued, for an unknown id, unfit handle memory, shapes or dtypes other than these, and tensors
+/// that share memory.
+///
+/// What this and the functions below write shares no memory with anything else that they read or write, handle memory
+/// included; nothing is in place. These may: tensors that are only read, with each other; topk_idx of nvte_ep_dispatch, which is
+/// not read; rows from C on, which are neither read nor written.
 ///
 /// # Safety
 /// The tensors are device memory of their extent, live until the queued work is done. The calls of a group come in one

@@ -141,7 +141,11 @@ size_t nvte_ep_handle_mem_size(const struct NVTEEpLayerConfig *layer_cfg);
  * total_recv_tokens_per_rank: [1], dtype of recv_tokens_per_expert, or null; receives the sum over all slabs, before rows
  * are dropped. Device memory or pinned host memory.
  * layer_cfg: each handle memory keeps its own.
- * Throws, before anything is queued, for unfit handle memory, and shapes or dtypes other than these.
+ * Throws, before anything is queued, for unfit handle memory, shapes or dtypes other than these, and tensors that share memory.
+ *
+ * What this and the functions below write shares no memory with anything else that they read or write, handle memory
+ * included; nothing is in place. These may: tensors that are only read, with each other; topk_idx of nvte_ep_dispatch, which is
+ * not read; rows from C on, which are neither read nor written.
  *
  * What the caller vouches for:
  * The tensors are device memory of their extent, live until the queued work is done. The calls of a group come in one
