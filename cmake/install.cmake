@@ -78,7 +78,7 @@ if(NVTE_EP_INSTALL_TE_LIBRARY)
   install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/nvte_ep/te
     DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/nvte_ep COMPONENT transformer_engine)
   # What its headers name of the folder above.
-  install(FILES ${PROJECT_SOURCE_DIR}/include/nvte_ep/nvte_ep_ext.h
+  install(FILES ${PROJECT_SOURCE_DIR}/include/nvte_ep/nvte_ep_ext.h ${PROJECT_SOURCE_DIR}/include/nvte_ep/nvte_ep.hpp
     DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/nvte_ep COMPONENT transformer_engine)
   install(FILES ${PROJECT_SOURCE_DIR}/include/nvte_ep/transformer_engine/transformer_engine.h
     ${PROJECT_SOURCE_DIR}/include/nvte_ep/transformer_engine/wrappers.h

@@ -206,7 +206,7 @@ const HEADERS: &[Header] = &[
 ];
 
 /// Headers of TransformerEngine's ABI that are the other folder's.
-const SAME: [&str; 2] = ["transformer_engine/transformer_engine.h", "nvte_ep_ext.h"];
+const SAME: [&str; 3] = ["transformer_engine/transformer_engine.h", "nvte_ep_ext.h", "nvte_ep.hpp"];
 
 pub fn generate(root: &Path) -> Result<Vec<Output>, String> {
     HEADERS.iter().map(|header| one(root, header)).chain(SAME.iter().map(|path| Ok(same(path)))).collect()

@@ -1,0 +1,35 @@
+// Every part of nvte_ep.hpp, compiled in each dialect and for each ABI.
+#include <nvte_ep.hpp>
+#include <nvte_ep.hpp>
+
+int Use(void* comm, float* floats, std::int64_t* indices, const std::uint8_t* bytes, cudaStream_t stream);
+int Use(void* comm, float* floats, std::int64_t* indices, const std::uint8_t* bytes, cudaStream_t stream) {
+  nvte_ep::Options options;
+  options.drop_on_overflow().deterministic().eager(2).num_topk(2).dispatch_sms(1).combine_sms(1).preprocess_sms(1);
+  options.timeout(std::chrono::seconds(3)).shutdown_timeout(std::chrono::minutes(1)).symm_segment_bytes(1 << 20);
+  options.set("overflow", options.get("overflow").c_str());
+  nvte_ep::GroupConfig config;
+  config.ep_size = 2;
+  nvte_ep::Group made(comm, config, options);
+  nvte_ep::Group group(std::move(made));
+  const nvte_ep::Layer layer(group, {2, 16});
+  const nvte_ep::Handle handle(layer, floats);
+  const nvte_ep::SymmetricMemory memory(group, group.memory_usage().total);
+  nvte_ep::Tensor idx(indices, {4, 2}), rows(floats, {4, 8}), null;
+  null = nvte_ep::Tensor::mxfp8(bytes, bytes, 1, 512);
+  handle.prepare({idx, null}, stream);
+#if __cplusplus >= 202002L
+  handle.dispatch({.topk_idx = idx, .tokens = rows, .recv_tokens = {rows, memory.window(64)}}, stream);
+  const nvte_ep::Tensor part(std::span<float>(floats, 8), {2, 4}), all(std::span<const std::uint8_t>(bytes, 8));
+#else
+  nvte_ep::Dispatch dispatch;
+  dispatch.tokens = rows;
+  dispatch.recv_tokens = {rows, memory.window(64)};
+  handle.dispatch(dispatch, stream);
+#endif
+  handle.combine({rows, idx}, stream);
+  handle.combine_bwd({rows, rows}, stream);
+  handle.dispatch_bwd({rows, rows, rows, rows}, stream);
+  group.shutdown();
+  return static_cast<int>(handle.recv_totals(stream).needed) + static_cast<int>(rows.bytes());
+}
