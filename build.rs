@@ -1,4 +1,7 @@
-//! Builds `shim/boundary.cc`, the only C++ of the libraries.
+//! Builds `shim/boundary.cc`, the only C++ of the libraries, and the table of error codes from docs/errors.md.
+
+use std::fmt::Write;
+use std::path::Path;
 
 fn main() {
     println!("cargo::rerun-if-changed=shim/boundary.cc");
@@ -10,4 +13,25 @@ fn main() {
         .flag_if_supported("-fvisibility=hidden")
         .file("shim/boundary.cc")
         .compile("nvte_ep_shim");
+    error_codes();
+}
+
+/// Of each entry its number and the parts of its texts between what is filled in.
+fn error_codes() {
+    println!("cargo::rerun-if-changed=docs/errors.md");
+    let document = std::fs::read_to_string("docs/errors.md").expect("the document is part of the sources");
+    let mut table = String::from("&[\n");
+    for entry in document.split("\n* <a id=\"NVTE-EP-").skip(1) {
+        let number: u32 = entry.split('"').next().and_then(|text| text.parse().ok()).expect("a number");
+        // Up to an empty line, and what may be filled in stands behind a "with".
+        let head = entry.split("\n\n").next().unwrap_or_default();
+        let head = head.split_whitespace().collect::<Vec<_>>().join(" ");
+        for text in head.split("` with `").next().unwrap_or_default().split('`').skip(1).step_by(2) {
+            let parts: Vec<&str> = text.split("{}").filter(|part| !part.is_empty()).collect();
+            writeln!(table, "    ({number}, &{parts:?}),").expect("a string takes all");
+        }
+    }
+    table.push_str("]\n");
+    let out = std::env::var_os("OUT_DIR").expect("Cargo sets it");
+    std::fs::write(Path::new(&out).join("error_codes.rs"), table).expect("the folder is Cargo's for this");
 }

@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::options::EngineChoice;
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -91,8 +92,11 @@ const SHUTDOWN_TIMEOUT_MS: Variable = Variable {
               program to take notice, in milliseconds; 0 = for ever",
 };
 /// `NVTE_EP_LOG`, which `log` reads.
-pub(crate) const LOG: Variable =
-    Variable { name: "NVTE_EP_LOG", default: "off", meaning: "log to stderr: error, warn, info, debug or trace" };
+pub(crate) const LOG: Variable = Variable {
+    name: "NVTE_EP_LOG",
+    default: "warn, and of each kind of message at most one a minute",
+    meaning: "log to stderr: off, error, warn, info, debug or trace",
+};
 
 /// All of them.
 pub const VARIABLES: &[Variable] = &[
@@ -108,6 +112,39 @@ pub const VARIABLES: &[Variable] = &[
     SHUTDOWN_TIMEOUT_MS,
     LOG,
 ];
+
+/// The variables that name a library, a program or a folder, of all that the library reads. A program with more rights than
+/// its user (setuid, file capabilities) would load and run what the user names there, so in it they count as unset, as
+/// LD_LIBRARY_PATH does.
+const NAMES_FILES: [&str; 18] = [
+    HOST_LIB.name,
+    NCCL_LIB.name,
+    NCCL_HOME.name,
+    NCCL_EP_LIB.name,
+    NCCL_EP_HOME.name,
+    "NCCL_EP_JIT_NVCC",
+    "NCCL_EP_JIT_SOURCE_DIR",
+    "NCCL_EP_JIT_BUILD_INCLUDE_DIR",
+    "NCCL_EP_JIT_CUDA_INCLUDE_DIR",
+    "NCCL_EP_JIT_CACHE_DIR",
+    "NVCC",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "PATH",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "TMPDIR",
+];
+
+/// A variable of the process; an empty one counts as unset, and so does one that a program with more rights than its user
+/// must not heed.
+pub(crate) fn process(name: &str) -> Option<OsString> {
+    // SAFETY: looks a number up.
+    let more_rights = unsafe { libc::getauxval(libc::AT_SECURE) } != 0;
+    let heeded = !more_rights || !NAMES_FILES.contains(&name);
+    std::env::var_os(name).filter(|value| heeded && !value.is_empty())
+}
 
 /// How many handles are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -163,7 +200,7 @@ impl Env {
     /// # Errors
     /// A variable whose value does not parse: its name, what it takes and what it holds.
     pub fn from_process() -> Result<Self> {
-        Self::from_lookup(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+        Self::from_lookup(|name| process(name).map(|value| value.to_string_lossy().into_owned()))
     }
 
     /// Parses what `lookup` answers; an empty value counts as unset.
@@ -260,6 +297,38 @@ mod tests {
         assert_eq!(env.handle_cache_size, CacheSize::Unlimited);
         assert_eq!(env.timeout, None);
         assert_eq!(env.shutdown_timeout, Some(Duration::from_millis(250)));
+    }
+
+    /// In a copy of this program that root made another user's, with that user's rights at the start.
+    #[test]
+    fn a_program_with_more_rights_than_its_user_heeds_no_files() {
+        use std::os::unix::fs::PermissionsExt;
+        use std::process::Command;
+        const INSIDE: &str = "NVTE_EP_TEST_INSIDE";
+        let seen = || (NAMES_FILES.map(|name| process(name).is_some()), Env::from_process().unwrap());
+        if std::env::var_os(INSIDE).is_some() {
+            let (files, env) = seen();
+            assert_eq!(files, [false; NAMES_FILES.len()]);
+            assert_eq!((env.nccl_lib, env.timeout), (None, Some(Duration::from_millis(77))), "numbers are heeded");
+            return;
+        }
+        // SAFETY: asks for a number.
+        if unsafe { libc::geteuid() } != 0 {
+            println!("not tried: takes root to make a program with other rights");
+            return;
+        }
+        let copy = std::env::temp_dir().join(format!("nvte_ep_rights_{}", std::process::id()));
+        std::fs::copy(std::env::current_exe().unwrap(), &copy).unwrap();
+        std::os::unix::fs::chown(&copy, Some(65534), Some(65534)).unwrap();
+        std::fs::set_permissions(&copy, std::fs::Permissions::from_mode(0o4755)).unwrap();
+        let test = "env::tests::a_program_with_more_rights_than_its_user_heeds_no_files";
+        let files = NAMES_FILES.map(|name| (name, "/nowhere"));
+        let mut command = Command::new(&copy);
+        command.args(["--exact", test]).envs(files).env("NVTE_EP_TIMEOUT_MS", "77").env(INSIDE, "1");
+        let output = command.output();
+        std::fs::remove_file(&copy).unwrap();
+        let output = output.unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
     }
 
     #[test]

@@ -1,5 +1,9 @@
 //! The one error type. Its `Display`, behind the name of the called function, is the text of the C++ exception.
 
+mod code;
+
+pub use code::{code_of, with_code};
+
 use std::fmt;
 
 /// What a call returns.
@@ -141,8 +145,8 @@ impl fmt::Display for Error {
             }
             Self::Teardown(failures) => write!(f, "the group is gone, but: {}", failures.join("; ")),
             Self::NotBuilt => f.write_str(
-                "this is the stub library, built without NCCL EP; put the full libnvte_ep.so.1 in its place \
-                 (cargo build --release in the nvte-ep repository makes both)",
+                "this is the stub library, which is for linking only; put the folder of the full libnvte_ep.so.1 before \
+                 this one's in LD_LIBRARY_PATH, or its file in this one's place",
             ),
             Self::Internal(text) => write!(f, "internal error (please report it): {text}"),
         }

@@ -22,6 +22,7 @@
 #[cfg(panic = "abort")]
 compile_error!("nvte-ep needs panic = \"unwind\": its error boundary turns panics into C++ exceptions");
 
+mod atomic;
 pub mod backend;
 pub mod config;
 pub mod dtype;

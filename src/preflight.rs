@@ -1,24 +1,23 @@
 //! What would make the libraries below abort, exit or hang, looked at before they are asked.
 
 mod cache;
+mod compiler;
 mod place;
 mod variables;
 
 pub(crate) use place::Place;
 
 use crate::config::GroupConfig;
-use crate::env::{NCCL_EP_HOME, NCCL_HOME, RuntimeKind};
+use crate::env::{NCCL_EP_HOME, NCCL_HOME, RuntimeKind, process};
 use crate::error::{Error, Result};
 use crate::options::Options;
 use crate::sys::nccl::{CommFacts, version_text};
-use crate::sys::{Base, NCCL_PREFIXES, NcclEpLibrary, ancestors, cuda::DeviceFacts, site_packages};
-use parking_lot::Mutex;
-use place::{resident_cap, sharing, sm_cap};
-use std::collections::BTreeMap;
+use crate::sys::{Base, NCCL_PREFIXES, NcclEpLibrary, ancestors, cuda::DeviceFacts, loaded_nccls, site_packages};
+use place::{resident_cap, sm_cap};
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::OnceLock;
+use std::time::Duration;
 
 /// Lowest NCCL whose device interface NCCL EP 0.1 works with.
 const MIN_NCCL: i32 = 23004;
@@ -48,6 +47,39 @@ pub(crate) fn nccl_version(code: i32) -> Result<()> {
     })
 }
 
+/// The error of a communicator that NCCL does not recognise, with what that comes from: a communicator works only with the
+/// NCCL that made it.
+pub(crate) fn foreign_communicator(base: &Base, error: Error) -> Error {
+    let invalid = i64::from(nvte_ep_bindings::ncclInvalidArgument);
+    let Error::Library { code, .. } = &error else { return error };
+    if base.runtime == RuntimeKind::Host || *code != invalid {
+        return error;
+    }
+    let Ok(running) = base.nccl.version() else { return error };
+    not_the_makers(running, base.nccl_path.as_deref(), &loaded_nccls(), &error)
+}
+
+/// `used` is the file of the NCCL in use, of version `running`, and `loaded` are all of the process.
+fn not_the_makers(running: i32, used: Option<&Path>, loaded: &[(PathBuf, i32)], error: &Error) -> Error {
+    let name = |path: &Path, version| format!("NCCL {} ({})", version_text(version), path.display());
+    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+    let used = used.unwrap_or(Path::new("of unknown file"));
+    let others: Vec<_> = loaded.iter().filter(|(path, _)| real(path) != real(used)).collect();
+    let also = match others.as_slice() {
+        [] => "no other NCCL is in the process as a library of its own; a program may contain one".to_owned(),
+        others => {
+            let names: Vec<String> = others.iter().map(|(path, version)| name(path, *version)).collect();
+            format!("in the process is also {}", names.join(" and "))
+        }
+    };
+    Error::Preflight {
+        problem: format!("{} does not know ep_comm as a communicator of its own; {also}; {error}", name(used, running)),
+        remedy: "pass a communicator that was made by the NCCL in use and not destroyed, or set NVTE_EP_NCCL_LIB to the file \
+                 of the NCCL that made it (2.30.4 or later)"
+            .into(),
+    }
+}
+
 /// # Errors
 /// A communicator of another size, or of another device than the current one.
 pub(crate) fn communicator(comm: &CommFacts, ep_size: u32, device: i32) -> Result<()> {
@@ -70,35 +102,47 @@ pub(crate) fn communicator(comm: &CommFacts, ep_size: u32, device: i32) -> Resul
     Ok(())
 }
 
-/// Identifies this machine's running system.
+/// Identifies this machine's running system to the other ranks: the first half of the kernel's random number for it.
 pub(crate) fn host_id() -> u64 {
-    use std::hash::{DefaultHasher, Hash, Hasher};
-    let mut hasher = DefaultHasher::new();
-    std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default().hash(&mut hasher);
-    hasher.finish()
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    boot_number(&text).unwrap_or(0)
+}
+
+fn boot_number(text: &str) -> Option<u64> {
+    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
+    u64::from_str_radix(digits.get(..16)?, 16).ok()
 }
 
 type Lookup<'a> = &'a dyn Fn(&str) -> Option<OsString>;
-
-/// A variable of the process; an empty one counts as unset.
-pub(crate) fn process(name: &str) -> Option<OsString> {
-    std::env::var_os(name).filter(|value| !value.is_empty())
-}
 
 /// What NCCL EP's run-time compiler needs and how it is told: names and values of environment variables.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct JitSettings(Vec<(&'static str, PathBuf)>);
 
-/// Finds compiler, headers and cache for NCCL EP, which aborts in the first step where one is missing.
+/// Finds compiler, headers and cache for NCCL EP, which aborts in the first step where one is missing. `limit` is the
+/// group's, for all ranks to come.
 ///
 /// # Errors
 /// The missing piece, where it was looked for and how to provide it.
-pub(crate) fn jit(base: &Base, library: &NcclEpLibrary, nccl_version: i32) -> Result<JitSettings> {
-    jit_from(base.nccl_path.as_deref(), library.path.as_deref(), nccl_version, &process)
+pub(crate) fn jit(
+    base: &Base,
+    library: &NcclEpLibrary,
+    nccl_version: i32,
+    limit: Option<Duration>,
+) -> Result<JitSettings> {
+    // The other ranks wait as long, and are to hear of it.
+    let limit = limit.map(|limit| limit / 2);
+    jit_from(base.nccl_path.as_deref(), library.path.as_deref(), nccl_version, limit, &process)
 }
 
-fn jit_from(nccl: Option<&Path>, nccl_ep: Option<&Path>, version: i32, env: Lookup<'_>) -> Result<JitSettings> {
-    let nvcc = find_nvcc(env)?;
+fn jit_from(
+    nccl: Option<&Path>,
+    nccl_ep: Option<&Path>,
+    version: i32,
+    limit: Option<Duration>,
+    env: Lookup<'_>,
+) -> Result<JitSettings> {
+    let nvcc = compiler::find_nvcc(env, limit)?;
     let sites = site_packages(nccl);
 
     // lib/libnccl_ep.so beside include/; or in the nccl-extensions wheel nccl/ep/lib/cu13/libnccl_ep.so beside
@@ -163,44 +207,6 @@ fn jit_from(nccl: Option<&Path>, nccl_ep: Option<&Path>, version: i32, env: Look
     ]))
 }
 
-/// nvcc, in the order in which NCCL EP itself looks, then in the toolkit's usual place. It has to get through an empty
-/// source file, for which it needs its host compiler and its own headers too.
-fn find_nvcc(env: Lookup<'_>) -> Result<PathBuf> {
-    let named = ["NCCL_EP_JIT_NVCC", "NVCC"].iter().find_map(|name| env(name)).map(PathBuf::from);
-    let toolkits = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(|name| env(name));
-    let candidates: Vec<PathBuf> = match named {
-        // A name without a folder is for the search path.
-        Some(named) if named.components().count() > 1 => vec![named],
-        Some(named) => on_path(env, &named),
-        None => toolkits
-            .map(|home| Path::new(&home).join("bin/nvcc"))
-            .chain(on_path(env, Path::new("nvcc")))
-            .chain([PathBuf::from("/usr/local/cuda/bin/nvcc")])
-            .collect(),
-    };
-    let mut tried = Vec::new();
-    for nvcc in candidates.into_iter().filter(|path| path.exists()) {
-        let preprocess = ["-E", "-x", "cu", "/dev/null", "-o", "/dev/null"];
-        match Command::new(&nvcc).args(preprocess).stdin(Stdio::null()).output() {
-            Ok(output) if output.status.success() => return Ok(nvcc),
-            Ok(output) => {
-                let said = String::from_utf8_lossy(&output.stderr);
-                let said = said.lines().next().unwrap_or_default().trim();
-                tried.push(format!("{}: {}: {said}", nvcc.display(), output.status));
-            }
-            Err(error) => tried.push(format!("{}: {error}", nvcc.display())),
-        }
-    }
-    Err(no_nvcc(&if tried.is_empty() { "none found".into() } else { tried.join(", ") }))
-}
-
-fn no_nvcc(tried: &str) -> Error {
-    Error::Preflight {
-        problem: format!("NCCL EP compiles its kernels at run time and needs nvcc ({tried})"),
-        remedy: "install the CUDA toolkit's compiler, or set NCCL_EP_JIT_NVCC or CUDA_HOME".into(),
-    }
-}
-
 /// On the host runtime there is nothing to compile; a test may ask for what a machine without a compiler sees.
 ///
 /// # Errors
@@ -208,13 +214,7 @@ fn no_nvcc(tried: &str) -> Error {
 pub(crate) fn host_compiler(library: &NcclEpLibrary) -> Result<()> {
     // SAFETY: takes nothing.
     let hidden = library.host_compiler.is_some_and(|has_compiler| unsafe { has_compiler() } == 0);
-    if hidden { Err(no_nvcc("hidden by NVTE_EP_HOST_FAULT")) } else { Ok(()) }
-}
-
-fn on_path(env: Lookup<'_>, program: &Path) -> Vec<PathBuf> {
-    env("PATH")
-        .map(|path| std::env::split_paths(&path).map(|folder| folder.join(program)).collect())
-        .unwrap_or_default()
+    if hidden { Err(compiler::no_nvcc("hidden by NVTE_EP_HOST_FAULT")) } else { Ok(()) }
 }
 
 /// The folder that `variable` names, or the first of `candidates`, that has all of `members` in it.
@@ -269,37 +269,11 @@ impl JitSettings {
     }
 }
 
-/// Widens NCCL EP's scan and permute kernels to the whole device, as TransformerEngine does: under a cap for the group they
-/// would take no more multiprocessors than communication. Not where ranks share a device: blocks of these kernels wait
-/// for each other, and with the other ranks' waiting kernels on the device there would not be room for all of them.
-pub(crate) fn widen_local_kernels(places: &[Place], own: Place) {
-    let alone = sharing(places, &own) == 1;
-    let sm_count = OsString::from(own.sm_count.to_string());
-    for name in LOCAL_SMS {
-        if set_by_user(name).is_none() {
-            let value = alone.then(|| sm_count.clone());
-            set(name, value.as_deref());
-            WIDENED.lock().insert(name, value);
-        }
-    }
-}
-
-const LOCAL_SMS: [&str; 2] = [variables::SHUFFLE_SMS, variables::PREPROCESS_SMS];
-
-/// What [`widen_local_kernels`] left in the environment, for an earlier group of this process perhaps.
-static WIDENED: Mutex<BTreeMap<&str, Option<OsString>>> = Mutex::new(BTreeMap::new());
-
-/// A variable as the user set it.
-fn set_by_user(name: &str) -> Option<OsString> {
-    process(name).filter(|value| WIDENED.lock().get(name).and_then(Option::as_ref) != Some(value))
-}
-
 /// What this rank is and has, for the exchange.
 pub(crate) fn place(base: &Base, facts: &DeviceFacts, comm: &CommFacts, library: Option<&NcclEpLibrary>) -> Place {
     // A process has one NCCL EP, and telling takes reading its file.
     static BARRIERS_FOR_ALL: OnceLock<bool> = OnceLock::new();
     let enough_barriers = library.is_none_or(|it| *BARRIERS_FOR_ALL.get_or_init(|| it.reads_variable(DISPATCH_SMS)));
-    let local_sms = LOCAL_SMS.map(|name| variables::count(name, &set_by_user).ok().flatten().unwrap_or(0));
     Place {
         host: host_id(),
         // On the host runtime nothing has to be resident together, so no two ranks count as sharing.
@@ -312,14 +286,13 @@ pub(crate) fn place(base: &Base, facts: &DeviceFacts, comm: &CommFacts, library:
         free: base.cuda.memory_info().ok().filter(|(_, total)| *total > 0).map_or(u64::MAX, |(free, _)| free as u64),
         domains: comm.links.map_or(0, |links| links.domains),
         dispatch_blocks: place::dispatch_blocks(enough_barriers),
-        local_sms,
     }
 }
 
 /// # Errors
 /// NCCL EP's variables, or the communicator's links, are such that it would fail or hang.
 pub(crate) fn surroundings(base: &Base, facts: &DeviceFacts, comm: &CommFacts) -> Result<()> {
-    variables::check(&set_by_user, facts.sm_count as u32)?;
+    variables::check(&process, facts.sm_count as u32)?;
     match base.runtime {
         RuntimeKind::Cuda => place::links(comm, &process),
         // It reaches every rank, whatever is said of NCCL.
@@ -342,12 +315,8 @@ pub(crate) fn fit(config: &GroupConfig, options: &Options, places: &[Place]) -> 
     sm_counts(config, options, places, &process)
 }
 
-/// Asks NCCL EP for the slot order that our interface promises: rows by source rank and source row. Builds with API 3 hand
+/// The switch for the slot order that our interface promises: rows by source rank and source row. Builds with API 3 hand
 /// out slots by atomic counters otherwise (TransformerEngine 2.20.2's wheel); earlier ones know no other order.
-pub(crate) fn keep_slot_order() {
-    set_if_unset(SCAN_MODE, "1".as_ref());
-}
-
 const SCAN_MODE: &str = "NCCL_EP_HT_EM_AG_SCAN_MODE";
 
 /// Multiprocessors that a group's kernels use.
@@ -395,23 +364,25 @@ pub(crate) fn separate_sms(config: &GroupConfig, options: &Options, library: &Nc
 
 const DISPATCH_SMS: &str = "NCCL_EP_DISPATCH_SMS";
 
-/// NCCL EP's variables of one group, for the time of its creation, in which the library reads them.
+/// NCCL EP's variables of one group, for the time of its creation, in which the library reads them. Afterwards they are as
+/// they were: another EP library of the process may read them too.
 #[derive(Debug, Default)]
 pub(crate) struct GroupVariables(Vec<(&'static str, Option<OsString>)>);
 
 impl GroupVariables {
-    /// Sets what options and counts ask for.
-    pub(crate) fn set(options: &Options, sms: SmCounts) -> Self {
-        let mut all = Vec::new();
-        if sms.dispatch != sms.combine {
-            all.push((DISPATCH_SMS, sms.dispatch.to_string()));
-            all.push(("NCCL_EP_COMBINE_SMS", sms.combine.to_string()));
-        }
-        if let Some(count) = sms.preprocess {
-            all.push(("NCCL_EP_PREPROCESS_NUM_SMS", count.to_string()));
-        }
-        if let Some(deterministic) = options.deterministic {
-            all.push((SCAN_MODE, u8::from(deterministic).to_string()));
+    /// Sets what options, counts and the ranks' places ask for.
+    pub(crate) fn set(options: &Options, sms: SmCounts, runtime: RuntimeKind, places: &[Place], own: Place) -> Self {
+        let mut all = group_values(options, sms);
+        if runtime == RuntimeKind::Cuda {
+            let missing = |name: &str, all: &[(&str, String)]| all.iter().all(|(known, _)| *known != name);
+            for name in [variables::SHUFFLE_SMS, variables::PREPROCESS_SMS] {
+                if missing(name, &all) {
+                    all.extend(place::local_sms(name, &process, places, &own).map(|count| (name, count.to_string())));
+                }
+            }
+            if missing(SCAN_MODE, &all) && process(SCAN_MODE).is_none() {
+                all.push((SCAN_MODE, "1".into()));
+            }
         }
         let replace = |(name, value): (&'static str, String)| {
             let before = std::env::var_os(name);
@@ -420,6 +391,18 @@ impl GroupVariables {
         };
         Self(all.into_iter().map(replace).collect())
     }
+}
+
+/// What options and counts ask for.
+fn group_values(options: &Options, sms: SmCounts) -> Vec<(&'static str, String)> {
+    let mut all = Vec::new();
+    if sms.dispatch != sms.combine {
+        all.push((DISPATCH_SMS, sms.dispatch.to_string()));
+        all.push((variables::COMBINE_SMS, sms.combine.to_string()));
+    }
+    all.extend(sms.preprocess.map(|count| (variables::PREPROCESS_SMS, count.to_string())));
+    all.extend(options.deterministic.map(|deterministic| (SCAN_MODE, u8::from(deterministic).to_string())));
+    all
 }
 
 impl Drop for GroupVariables {
@@ -477,6 +460,45 @@ mod tests {
     }
 
     #[test]
+    fn a_machine_has_one_number_whoever_reads_it() {
+        assert_eq!(boot_number("01234567-89ab-cdef-8123-456789abcdef\n"), Some(0x0123_4567_89AB_CDEF));
+        assert_eq!(boot_number(""), None);
+        assert_ne!(host_id(), 0);
+    }
+
+    #[test]
+    fn a_communicator_of_another_nccl_names_both() {
+        let error = Error::Library { call: "ncclCommCount", code: 4, text: "invalid argument".into() };
+        let used = Path::new("/a/libnccl.so.2");
+        let loaded = [(used.to_path_buf(), 23007), (PathBuf::from("/b/libnccl.so.2"), 22705)];
+        let text = not_the_makers(23007, Some(used), &loaded, &error).to_string();
+        let start = "NCCL 2.30.7 (/a/libnccl.so.2) does not know ep_comm as a communicator of its own; in the process is also \
+                     NCCL 2.27.5 (/b/libnccl.so.2); ncclCommCount returned 4: invalid argument; pass a communicator";
+        assert!(text.starts_with(start), "{text}");
+        let text = not_the_makers(23007, Some(used), &loaded[..1], &error).to_string();
+        assert!(text.contains("; no other NCCL is in the process as a library of its own;"), "{text}");
+    }
+
+    /// With a library that is NCCL as far as its name and its version go.
+    #[test]
+    fn nccls_of_the_process_are_found() {
+        let folder = std::env::temp_dir().join(format!("nvte_ep_nccls_{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let (source, library) = (folder.join("nccl.c"), folder.join("libnccl.so.2"));
+        std::fs::write(&source, "int ncclGetVersion(int* version) { *version = 22705; return 0; }\n").unwrap();
+        let compiled =
+            std::process::Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
+        assert!(compiled.unwrap().success());
+        let found = || loaded_nccls().into_iter().find(|(path, _)| *path == library);
+        assert_eq!(found(), None, "not loaded yet");
+        // SAFETY: made just now; it has no constructor.
+        let loaded = unsafe { libloading::Library::new(&library) }.unwrap();
+        assert_eq!(found(), Some((library.clone(), 22705)));
+        drop(loaded);
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
     fn counts_of_configuration_and_options() {
         let place = |host, device| place::tests::place(host, device);
         let apart: Vec<_> = (0..8).map(|device| place(1, device)).collect();
@@ -492,7 +514,7 @@ mod tests {
         assert!(text.starts_with("group_config.max_num_sms must be at most 16"), "{text}");
         let config = GroupConfig::try_from(GroupRequest { max_num_sms: 16, ..REQUEST }).unwrap();
         let text = counts(&config, &Options { preprocess_sms: Some(17), ..options }, &eight).unwrap_err();
-        assert!(text.starts_with("option preprocess_sms must be at most 16 where 8 of the ranks"), "{text}");
+        assert!(text.starts_with("option preprocess_sms must be at most 16 where 8 ranks share one device"), "{text}");
         let many = Options { dispatch_sms: Some(40), combine_sms: Some(40), ..Options::default() };
         let text = counts(&config, &many, &apart).unwrap_err();
         assert!(text.starts_with("option dispatch_sms must be at most 34 with this NCCL EP, got 40"), "{text}");
@@ -500,25 +522,32 @@ mod tests {
 
     /// The only test that changes the process's environment.
     #[test]
-    fn kernels_are_widened_for_as_long_as_no_rank_shares_the_device() {
+    fn a_groups_variables_are_set_for_its_creation_only() {
         let alone = [place::tests::place(1, 0), place::tests::place(1, 1)];
         let shared = [alone[0]; 2];
-        let [shuffle, preprocess] = LOCAL_SMS;
-        set(preprocess, Some("20".as_ref()));
-        let widened = |places: &[Place]| {
-            widen_local_kernels(places, places[0]);
-            (process(shuffle), process(preprocess))
+        let names = [variables::SHUFFLE_SMS, variables::PREPROCESS_SMS, SCAN_MODE, DISPATCH_SMS];
+        let sms = SmCounts { dispatch: 20, combine: 20, preprocess: None };
+        let during = |options: &Options, sms: SmCounts, runtime, places: &[Place]| {
+            let before = names.map(process);
+            let variables = GroupVariables::set(options, sms, runtime, places, places[0]);
+            let seen = names.map(|name| process(name).map(|value| value.into_string().unwrap()));
+            drop(variables);
+            assert_eq!(names.map(process), before, "nothing is left behind");
+            seen.map(|value| value.unwrap_or_default())
         };
-        let user = Some(OsString::from("20"));
-        assert_eq!(widened(&alone), (Some("132".into()), user.clone()));
-        assert_eq!(
-            (set_by_user(shuffle), set_by_user(preprocess)),
-            (None, user.clone()),
-            "ours is told from the user's"
-        );
-        assert_eq!(widened(&shared), (None, user.clone()), "an earlier group's number would hang this one");
-        assert_eq!(widened(&alone), (Some("132".into()), user));
-        LOCAL_SMS.iter().for_each(|name| set(name, None));
+        let (options, cuda) = (Options::default(), RuntimeKind::Cuda);
+        assert_eq!(during(&options, sms, cuda, &alone), ["132", "132", "1", ""], "alone: the whole device");
+        assert_eq!(during(&options, sms, cuda, &shared), ["", "", "1", ""], "NCCL EP's own numbers, which are small");
+        assert_eq!(during(&options, sms, RuntimeKind::Host, &alone), ["", "", "", ""]);
+        let said = Options { deterministic: Some(false), ..options };
+        let counts = SmCounts { dispatch: 21, combine: 20, preprocess: Some(9) };
+        assert_eq!(during(&said, counts, cuda, &alone), ["132", "9", "0", "21"]);
+        // As TransformerEngine leaves them behind for the whole process.
+        set(names[0], Some("132".as_ref()));
+        set(names[1], Some("20".as_ref()));
+        assert_eq!(during(&options, sms, cuda, &alone), ["132", "20", "1", ""]);
+        assert_eq!(during(&options, sms, cuda, &shared), ["66", "20", "1", ""], "more would hang the first step");
+        names.iter().for_each(|name| set(name, None));
     }
 
     struct Installation {
@@ -553,7 +582,7 @@ mod tests {
 
         fn jit(&self) -> Result<JitSettings> {
             let (nccl, ep) = (self.root.join("nccl/lib/libnccl.so.2"), self.root.join("ep/lib/libnccl_ep.so"));
-            jit_from(Some(&nccl), Some(&ep), 23007, &|name| self.variables.get(name).cloned())
+            jit_from(Some(&nccl), Some(&ep), 23007, None, &|name| self.variables.get(name).cloned())
         }
     }
 
@@ -589,7 +618,7 @@ mod tests {
             std::fs::write(site.join(headers).parent().unwrap().join("nccl_ep.h"), "").unwrap();
             let nccl = installation.root.join("nccl/lib/libnccl.so.2");
             let env = |name: &str| installation.variables.get(name).cloned();
-            let JitSettings(found) = jit_from(Some(&nccl), Some(&site.join(library)), 23007, &env).unwrap();
+            let JitSettings(found) = jit_from(Some(&nccl), Some(&site.join(library)), 23007, None, &env).unwrap();
             assert_eq!(found[1], ("NCCL_EP_JIT_SOURCE_DIR", site.join(headers)));
         }
     }

@@ -2,15 +2,20 @@
 //! It costs a call two stores, and nobody waits for anybody; who waits too long for a call on the device, or at a
 //! meeting, reads here which rank is missing. Ranks on other machines cannot be seen.
 
+mod note;
+
+use crate::atomic::{AtomicU64, Ordering};
 use crate::dtype::DType;
+use crate::log::report;
 use memmap2::{MmapOptions, MmapRaw};
+use note::Note;
+use parking_lot::Mutex;
 use std::fmt::{self, Write};
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A collective call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -131,29 +136,25 @@ impl fmt::Display for Step {
 
 /// Words of one rank's record: its state, its number of calls, the latest of them, and why it refused or gave up.
 const WORDS: usize = 64;
-const STATE: usize = 0;
-const CALLS: usize = 1;
-/// The call that was refused: the number that it would have had.
-const REFUSED: usize = 2;
-const TEXT_BYTES: usize = 3;
+const CALLS: usize = 0;
 /// The last call whose work was queued.
-const QUEUED: usize = 4;
+const QUEUED: usize = 1;
 /// The process, and the namespace of its number.
-const PROCESS: usize = 5;
-const NAMESPACE: usize = 6;
+const PROCESS: usize = 2;
+const NAMESPACE: usize = 3;
 /// Not 0 once a call was captured: what graphs replay is not counted, so that numbers of calls mean nothing any more.
-const CAPTURED: usize = 7;
-const RING: usize = 8;
+const CAPTURED: usize = 4;
+const RING: usize = 5;
 const RING_WORDS: usize = 16;
-const TEXT: usize = RING + RING_WORDS;
-const MAX_TEXT: usize = 8 * (WORDS - TEXT);
+/// The rank's [`note`], up to the record's end.
+const NOTE: usize = RING + RING_WORDS;
 
-/// What a rank is, in the first word of its record; 0 = it has not come yet.
+/// What a rank is, in its note; 0 = it has not come yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Member = 1,
     Left,
-    GaveUp,
+    GaveUp = note::GAVE_UP as isize,
 }
 
 /// The shared memory of one group on one machine.
@@ -191,7 +192,7 @@ impl Shared {
         let record = shared.record(own);
         record[PROCESS].store(std::process::id().into(), Ordering::Relaxed);
         record[NAMESPACE].store(process_namespace(), Ordering::Relaxed);
-        record[STATE].store(State::Member as u64, Ordering::Release);
+        note::write(&record[NOTE..], State::Member as u64, 0, "");
         Ok(shared)
     }
 
@@ -213,26 +214,12 @@ impl Shared {
         namespace == 0 || namespace != process_namespace() || is_running(record[PROCESS].load(Ordering::Relaxed))
     }
 
-    fn tell(&self, own: usize, state: State, refused: u64, text: &str) {
-        let end = (0..=MAX_TEXT.min(text.len())).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
-        let record = self.record(own);
-        record[TEXT_BYTES].store(0, Ordering::Release);
-        for (slot, bytes) in record[TEXT..].iter().zip(text.as_bytes()[..end].chunks(8)) {
-            let mut word = [0; 8];
-            word[..bytes.len()].copy_from_slice(bytes);
-            slot.store(u64::from_le_bytes(word), Ordering::Relaxed);
-        }
-        record[REFUSED].store(refused, Ordering::Relaxed);
-        record[TEXT_BYTES].store(end as u64, Ordering::Release);
-        record[STATE].store(state as u64, Ordering::Release);
+    fn note(&self, rank: usize) -> Note {
+        note::read(&self.record(rank)[NOTE..])
     }
 
-    fn text(&self, rank: usize) -> String {
-        let record = self.record(rank);
-        let length = (record[TEXT_BYTES].load(Ordering::Acquire) as usize).min(MAX_TEXT);
-        let bytes: Vec<u8> =
-            record[TEXT..].iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).take(length).collect();
-        String::from_utf8_lossy(&bytes).into_owned()
+    fn has_come(&self, rank: usize) -> bool {
+        note::state(&self.record(rank)[NOTE..]) != 0
     }
 }
 
@@ -299,6 +286,8 @@ pub(crate) struct Progress {
     shared: Option<Shared>,
     /// Calls of this rank.
     calls: AtomicU64,
+    /// Held while this rank's note is written: callers refuse calls, and the watch gives up.
+    writing: Mutex<()>,
 }
 
 impl Progress {
@@ -307,9 +296,11 @@ impl Progress {
     pub(crate) fn join(key: u64, own: usize, here: Vec<bool>) -> Self {
         let shared = Shared::open(key, here.len(), own);
         if let Err(error) = &shared {
-            tracing::warn!(target: "nvte_ep", "/dev/shm cannot be used ({error}): time-outs cannot name missing ranks");
+            report(&format!(
+                "/dev/shm cannot be used ({error}): a rank that has died is not noticed before the time-out, and not named"
+            ));
         }
-        Self { own, here, shared: shared.ok(), calls: AtomicU64::new(0) }
+        Self { own, here, shared: shared.ok(), calls: AtomicU64::new(0), writing: Mutex::new(()) }
     }
 
     /// Takes the name of the place away, once all ranks have joined, or will not.
@@ -372,7 +363,9 @@ impl Progress {
 
     fn tell(&self, state: State, text: &str) {
         if let Some(shared) = &self.shared {
-            shared.tell(self.own, state, self.calls.load(Ordering::Relaxed) + 1, text);
+            let _only_writer = self.writing.lock();
+            let refused = self.calls.load(Ordering::Relaxed) + 1;
+            note::write(&shared.record(self.own)[NOTE..], state as u64, refused, text);
         }
     }
 
@@ -382,7 +375,7 @@ impl Progress {
             let text = "which ranks are missing cannot be told without /dev/shm".into();
             return Reason { hopeless: false, text };
         };
-        let seen = |rank: &usize| self.here[*rank] && shared.record(*rank)[STATE].load(Ordering::Acquire) != 0;
+        let seen = |rank: &usize| self.here[*rank] && shared.has_come(*rank);
         let (here, elsewhere): (Vec<usize>, Vec<usize>) = (0..self.here.len()).partition(seen);
         let others = here.iter().filter(|rank| **rank != self.own);
         let mut troubles: Vec<(Trouble, String)> =
@@ -427,7 +420,7 @@ impl Progress {
 
     fn trouble(&self, shared: &Shared, rank: usize, number: u64, step: Step) -> Option<(Trouble, String)> {
         let record = shared.record(rank);
-        let state = record[STATE].load(Ordering::Acquire);
+        let Note { state, refused, text: said } = shared.note(rank);
         let graphs = |rank: usize| shared.record(rank)[CAPTURED].load(Ordering::Relaxed) != 0;
         if graphs(rank) || graphs(self.own) {
             // Only what does not go by numbers.
@@ -447,7 +440,7 @@ impl Progress {
             ));
         }
         if state == State::GaveUp as u64 {
-            return Some((Trouble::GaveUp, format!("rank {rank} gave up: {}", shared.text(rank))));
+            return Some((Trouble::GaveUp, format!("rank {rank} gave up: {said}")));
         }
         if calls >= number {
             // It may have finished, left and ended since.
@@ -465,8 +458,8 @@ impl Progress {
             return Some((Trouble::Lost, format!("the process of rank {rank} has ended, after {calls} calls")));
         }
         let mut text = format!("rank {rank} has made {calls} calls");
-        if record[REFUSED].load(Ordering::Relaxed) == calls + 1 {
-            let _ = write!(text, ", and its next was refused: {}", shared.text(rank));
+        if refused == calls + 1 {
+            let _ = write!(text, ", and its next was refused: {said}");
         }
         Some((Trouble::Behind, text))
     }
@@ -617,10 +610,47 @@ mod tests {
     }
 
     #[test]
+    fn who_gave_up_stays_so() {
+        let ranks = group(9, 2);
+        ranks[1].give_up("rank 0 is missing");
+        // A call of the program that fails between the end of the group and the note of it.
+        ranks[1].refuse("nvte_ep_dispatch: tokens must be 2D");
+        ranks[1].leave();
+        assert_eq!(ranks[0].hopeless().unwrap(), "rank 1 gave up: rank 0 is missing");
+    }
+
+    /// As other processes read while a rank writes.
+    #[test]
+    fn texts_are_never_of_two_writers() {
+        let ranks = group(10, 2);
+        let texts: Vec<String> = (b'a'..=b'p').map(|letter| char::from(letter).to_string().repeat(300)).collect();
+        let done = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for half in 0..2 {
+                let (writer, texts, done) = (&ranks[1], &texts, &done);
+                scope.spawn(move || {
+                    for text in texts.iter().skip(half).step_by(2).cycle().take(20_000) {
+                        writer.refuse(text);
+                    }
+                    done.store(true, Ordering::Relaxed);
+                });
+            }
+            let shared = ranks[0].shared.as_ref().unwrap();
+            while !done.load(Ordering::Relaxed) {
+                let text = shared.note(1).text;
+                assert!(text.bytes().all(|byte| byte == text.as_bytes()[0]), "{text}");
+            }
+        });
+    }
+
+    #[test]
     fn texts_are_cut_at_characters() {
         let ranks = group(6, 2);
         ranks[1].refuse(&"ü".repeat(400));
         let text = ranks[0].reason(1, STEP).text;
-        assert!(text.matches('ü').count() == MAX_TEXT / 2 && !text.contains('\u{FFFD}'), "{text}");
+        assert!(
+            text.matches('ü').count() == 8 * (WORDS - NOTE - note::TEXT) / 2 && !text.contains('\u{FFFD}'),
+            "{text}"
+        );
     }
 }

@@ -5,7 +5,6 @@
 use crate::error::{Error, Result};
 use crate::tensor::Window;
 use std::collections::BTreeMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// Allocations start at multiples of this: what handle memory needs, and more than rows do.
 const ALIGNMENT: u64 = 256;
@@ -96,10 +95,12 @@ impl SymmPool {
         self.history
     }
 
-    fn note(&mut self, what: impl Hash) {
-        let mut hasher = DefaultHasher::new();
-        (self.history, what).hash(&mut hasher);
-        self.history = hasher.finish();
+    /// FNV-1a, which is the same wherever it is compiled: ranks compare what comes out.
+    fn note(&mut self, what: &str, numbers: &[u64]) {
+        let numbers = numbers.iter().flat_map(|number| number.to_le_bytes());
+        for byte in what.bytes().chain(numbers) {
+            self.history = (self.history ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01B3);
+        }
     }
 
     /// Where `bytes` bytes would go: the smallest hole that holds them, in the oldest segment of such.
@@ -126,7 +127,7 @@ impl SymmPool {
         let region = Region { bytes, window, number: self.registrations, free, live: BTreeMap::new() };
         self.regions.insert(base, region);
         self.order.push(base);
-        self.note(("segment", bytes));
+        self.note("segment", &[bytes]);
     }
 
     /// Hands out `bytes` bytes where [`SymmPool::plan`] found room for them.
@@ -146,7 +147,7 @@ impl SymmPool {
         }
         region.live.insert(offset, wanted);
         let window = Window::new(region.window, offset).expect("a segment has a window");
-        self.note(("take", bytes));
+        self.note("take", &[bytes]);
         self.peak = self.peak.max(self.statistics().in_use);
         Ok(Place { address: base + offset, window, room: wanted })
     }
@@ -185,7 +186,7 @@ impl SymmPool {
         }
         free.insert(start, length);
         let age = self.order.iter().position(|segment| *segment == base);
-        self.note(("give back", age, offset));
+        self.note("give back", &[age.map_or(u64::MAX, |age| age as u64), offset]);
         Ok(())
     }
 
@@ -195,7 +196,7 @@ impl SymmPool {
         let live = BTreeMap::from([(0, bytes)]);
         let region = Region { bytes, window, number: self.registrations, free: None, live };
         self.regions.insert(base, region);
-        self.note(("register", bytes));
+        self.note("register", &[bytes]);
     }
 
     /// # Errors
@@ -233,7 +234,7 @@ impl SymmPool {
     pub fn remove_registered(&mut self, base: u64) -> Result<()> {
         let (_, number) = self.registered(base)?;
         self.regions.remove(&base);
-        self.note(("deregister", number));
+        self.note("deregister", &[number]);
         Ok(())
     }
 

@@ -162,7 +162,7 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
 }
 
 /// Texts that reach no exception, in the ways that the collector cannot tell.
-const NO_ERRORS: [&str; 8] = [
+const NO_ERRORS: [&str; 9] = [
     "#define NCCL_VERSION_CODE",
     "nvte-ep stamp 1",
     // Hashed, to compare what ranks did.
@@ -170,9 +170,10 @@ const NO_ERRORS: [&str; 8] = [
     "register_layer ABI",
     "TransformerEngine >= 2.19 ABI",
     "TransformerEngine >= 2.19 ABI, preload",
-    // To stderr, where no log is.
+    // Of the log itself.
     "nvte_ep: {} {}; {} is read as info",
-    "takes error, warn, info, debug or trace",
+    "takes off, error, warn, info, debug or trace",
+    "({} more of this kind since the last one)",
 ];
 
 /// Every text of the library's code, and where it is; and all single words.
@@ -256,6 +257,25 @@ fn every_error_is_documented_and_nothing_else_is() {
         superfluous.join(""),
         unexplained.join("")
     );
+}
+
+/// By its number a user finds an entry; behind it stands a part of the text as the user sees it.
+#[test]
+fn every_entry_has_a_number_and_begins_with_its_text() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/errors.md");
+    let document = std::fs::read_to_string(path).unwrap();
+    let mut numbers = BTreeSet::new();
+    for item in document.split("\n* ").skip(1) {
+        let item = item.split_whitespace().collect::<Vec<_>>().join(" ");
+        let (anchor, rest) = item.split_once("**").unwrap_or_else(|| panic!("an entry without a number: {item}"));
+        let (number, rest) = rest.split_once("** ").unwrap();
+        assert_eq!(anchor, format!("<a id=\"{number}\"></a>"), "{item}");
+        let digits = number.strip_prefix("NVTE-EP-").unwrap_or_else(|| panic!("{number} is no number"));
+        assert!(digits.len() == 3 && numbers.insert(digits.parse::<u32>().unwrap()), "{number} is there twice");
+        let (start, text) = rest.split_once(": `").unwrap_or_else(|| panic!("no text follows {number}"));
+        assert!(text.contains(start), "{number} does not begin with a part of its text: {start}");
+    }
+    assert!(numbers.len() > 190);
 }
 
 #[test]

@@ -12,6 +12,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -182,6 +184,75 @@ int IndicesThatAreNoExperts() {
   if (count(std::to_string(8 + World::Get().rank()) + said) != 1) Fail("the second step is not in the log");
   if (count(said) != 2) Fail("the log has something else");
   if (failed) std::fprintf(stderr, "%s", text.c_str());
+  return Leave();
+}
+
+// Nobody asked for a log: the first of a kind is said all the same, and no more of it for a minute.
+int IndicesByDefault() {
+  unsetenv("NVTE_EP_LOG");
+  const Stderr messages;
+  {
+    Group group(Shape());
+    Layer layer(2, 1);
+    for (int i = 0; i < 3; ++i) {
+      const Routing routing = MakeRouting(std::vector<int>(World::Get().size(), 11), 2,
+                                          [](int, int row, int k) { return row == 0 ? -1 : (row + k) % 4; });
+      Step<BFloat16> step(group, layer, routing, 7);
+      std::vector<std::int64_t> given = routing.expert[World::Get().rank()];
+      given[0] = group.config().num_experts;
+      step.not_experts = 1;
+      step.topk_idx.Upload(given);
+      step.ForwardAndBackward();
+      World::Get().Wait();
+    }
+  }
+  CheckValues();
+  const std::string text = messages.Text();
+  const std::string said = "nvte_ep: warning: 1 indices of topk_idx in the steps so far were num_experts or more";
+  const std::size_t at = text.find(said);
+  if (at == std::string::npos) Fail("the indices are not on stderr");
+  if (text.find("indices of topk_idx", at + said.size()) != std::string::npos) Fail("they are there more than once");
+  if (failed) std::fprintf(stderr, "%s", text.c_str());
+  return Leave();
+}
+
+// Signals are the program's: no thread of the library takes one.
+int SignalsAreThePrograms() {
+  Group group(Shape());
+  RunSteps(group);
+  int found = 0;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::ifstream status(task.path() / "status");
+    std::string line, name;
+    std::uint64_t blocked = 0;
+    while (std::getline(status, line)) {
+      if (line.rfind("Name:\t", 0) == 0) name = line.substr(6);
+      if (line.rfind("SigBlk:\t", 0) == 0) blocked = std::stoull(line.substr(8), nullptr, 16);
+    }
+    if (name != "nvte_ep_watch") continue;
+    ++found;
+    for (int signal : {SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGALRM, SIGCHLD, SIGPROF}) {
+      if ((blocked >> (signal - 1) & 1) == 0) Fail("a thread of the library takes signals");
+    }
+  }
+  if (found != 1) Fail("the watching thread was not found");
+  group.Shutdown();
+  return Leave();
+}
+
+// The system has no thread for what watches the calls: no group without it, on any rank. A stack of 64 TiB is what no system
+// has; the host runtime's threads have been started, and Rust reads the variable once a library.
+int NoThreadForTheWatch() {
+  World::Get().Wait();
+  if (World::Get().rank() == 0) setenv("RUST_MIN_STACK", "70368744177664", 1);
+  try {
+    Initialize(World::Get().comm(), Shape().Config());
+    Fail("initialize went through");
+  } catch (const std::exception& error) {
+    const char* const own = "nvte_ep_initialize: rank 0 cannot take part: the thread that watches the group's calls could not "
+                            "be started (";
+    if (std::strstr(error.what(), own) != error.what()) Fail(error.what());
+  }
   return Leave();
 }
 
@@ -761,6 +832,9 @@ constexpr Order kOrders[] = {
     {"shutdown_twice", ShutdownTwice},
     {"shutdown_initialize_shutdown", ShutdownInitializeShutdown},
     {"indices_that_are_no_experts", IndicesThatAreNoExperts},
+    {"indices_by_default", IndicesByDefault},
+    {"signals_are_the_programs", SignalsAreThePrograms},
+    {"no_thread_for_the_watch", NoThreadForTheWatch},
     {"exception", Exception},
     {"library_exception", LibraryException},
     {"shutdown_at_exit", ShutdownAtExit},

@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::patience::Patience;
+use crate::sys::thread;
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,9 +22,14 @@ pub(super) fn bounded<F: FnOnce() -> Result<()> + Send + 'static>(
         work.map_or(Ok(()), |work: F| work())
     };
     let in_thread = work.clone();
-    if std::thread::Builder::new().spawn(move || sender.send(run(&in_thread))).is_err() {
-        // No thread to be had: then this one waits, without a limit.
-        return run(&work);
+    if let Err(error) = thread::spawn("nvte_ep_wait", move || sender.send(run(&in_thread))) {
+        // Without a limit the calling thread may as well wait itself.
+        if limit.is_none() {
+            return run(&work);
+        }
+        return Err(Error::State(format!(
+            "the thread that waits for {what} could not be started ({error}): raise the limit of threads or of memory"
+        )));
     }
     let mut patience =
         Patience::new(what, limit, "a rank died or left the sequence of calls; end this process too", hopeless);

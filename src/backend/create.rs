@@ -9,7 +9,7 @@ use super::registry::Slot;
 use super::residency::Residency;
 use super::routing::handles::HandleCache;
 use super::symm::Symm;
-use super::watch::Watch;
+use super::watch;
 use crate::config::{GroupConfig, GroupRequest, RecvCapacity};
 use crate::env::Env;
 use crate::error::{Error, Result};
@@ -71,6 +71,7 @@ fn agreed(kind: EngineKind, machine: &Machine<'_>) -> Vec<(String, u64)> {
 pub unsafe fn initialize(comm: Communicator, request: GroupRequest, options: &Options) -> Result<()> {
     crate::log::start();
     fork::require_parent()?;
+    let mark = fork::Mark::new()?;
     let config = GroupConfig::try_from(options.apply(request)?)?;
     if comm.0 == 0 {
         let required = format!("must be an ncclComm_t over the group's {} ranks", config.ep_size);
@@ -83,7 +84,8 @@ pub unsafe fn initialize(comm: Communicator, request: GroupRequest, options: &Op
     let base = sys::base(&env)?;
     let device = base.cuda.current_device()?;
     // SAFETY: the caller vouches for `comm`.
-    let comm_facts = unsafe { base.nccl.comm_facts(comm.as_raw()) }?;
+    let comm_facts = unsafe { base.nccl.comm_facts(comm.as_raw()) };
+    let comm_facts = comm_facts.map_err(|error| preflight::foreign_communicator(base, error))?;
     preflight::communicator(&comm_facts, config.ep_size, device)?;
     // Held over the whole creation: a second initialize, or a shutdown, of this device waits for its outcome.
     let mut group = Slot::of(device).group.lock();
@@ -94,7 +96,7 @@ pub unsafe fn initialize(comm: Communicator, request: GroupRequest, options: &Op
     let machine = Machine { base, env, device, facts, comm, comm_facts, nccl, config, options };
     // SAFETY: as above, and the communicator's device is current.
     *group = Some(unsafe { Live::create(kind, machine) }?);
-    fork::mark_parent();
+    mark.publish();
     tracing::info!(target: "nvte_ep", device, ?config, rank = comm_facts.rank, "EP group created");
     Ok(())
 }
@@ -105,8 +107,9 @@ impl Live {
     unsafe fn create(kind: EngineKind, machine: Machine<'_>) -> Result<Self> {
         let Machine { base, device, comm, comm_facts, config, options, .. } = machine;
         // A rank that cannot go on says so to all of them, rather than leave them waiting for it.
-        let ready = Candidate::find(kind, &machine);
-        let place = Candidate::location(kind, &machine, ready.as_ref().ok());
+        let ready = Candidate::find(kind, &machine)
+            .and_then(|candidate| Ok((candidate, watch::Means::new(base, device, machine.env.timeout)?)));
+        let place = Candidate::location(kind, &machine, ready.as_ref().ok().map(|(candidate, _)| candidate));
         let (names, equal): (Vec<_>, Vec<_>) = agreed(kind, &machine).into_iter().unzip();
         let mut own = place.words();
         own.push(random());
@@ -147,8 +150,8 @@ impl Live {
                 Progress::close_door(key);
                 confirmed.map(|()| (fit, progress))
             });
-        let (candidate, fit, progress) = match (ready, agreed) {
-            (Ok(candidate), Ok((fit, progress))) => (candidate, fit, progress),
+        let (candidate, means, fit, progress) = match (ready, agreed) {
+            (Ok((candidate, means)), Ok((fit, progress))) => (candidate, means, fit, progress),
             (ready, Err(error @ Error::TimeOut { .. })) => {
                 std::mem::forget(ready);
                 return Err(error);
@@ -169,7 +172,7 @@ impl Live {
         };
         let handles =
             HandleCache::new(config.relocation, env.handle_cache_size.limit(config.dialect.default_handle_limit));
-        let watch = Watch::start(base, device, progress, env.timeout, env.shutdown_timeout);
+        let watch = means.watch(progress, env.shutdown_timeout);
         meeting.watch(watch.share());
         static EPOCH: AtomicU64 = AtomicU64::new(0);
         let group = Group {

@@ -3,8 +3,8 @@
 //! place only if it still holds what it was looked at for, and believes only what it saw of such a place.
 #![forbid(unsafe_code)]
 
+use crate::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use crate::progress::Step;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 /// A place for a call, with what tells when the call begins and ends on the device.
 #[derive(Debug)]
@@ -41,7 +41,7 @@ impl Call {
 }
 
 impl<E> Place<E> {
-    pub(super) const fn new(events: E) -> Self {
+    pub(super) fn new(events: E) -> Self {
         Self { events, word: AtomicU64::new(0), step: AtomicU32::new(0) }
     }
 

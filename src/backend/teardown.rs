@@ -6,6 +6,7 @@ use super::live::{Group, Live};
 use super::registry::Slot;
 use crate::error::{Error, Result};
 use crate::progress::{Call, Step};
+use crate::sys::thread;
 use nvte_ep_bindings as b;
 
 /// Ends every EP group of this process: waits for queued work and for the other ranks (both bounded), then destroys
@@ -29,7 +30,7 @@ pub fn shutdown() -> Result<()> {
         many => std::thread::scope(|scope| {
             let threads: Vec<_> = many
                 .iter()
-                .map(|slot| std::thread::Builder::new().spawn_scoped(scope, move || end(slot)).map_err(|_| end(slot)))
+                .map(|slot| thread::spawn_scoped("nvte_ep_end", scope, move || end(slot)).map_err(|_| end(slot)))
                 .collect();
             let joined = threads.into_iter().flat_map(|thread| match thread {
                 Ok(thread) => thread.join().unwrap_or_else(|_| vec!["a panic during tear-down".into()]),

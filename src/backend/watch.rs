@@ -7,13 +7,14 @@
 
 use super::in_flight::{self, Place, Turn};
 use crate::error::{Error, Result};
+use crate::log::report;
 use crate::progress::{Call, Progress, Step};
-use crate::sys::Base;
 use crate::sys::cuda::{Stream, StreamState};
+use crate::sys::{Base, thread};
 use nvte_ep_bindings as b;
 use parking_lot::{Condvar, Mutex};
-use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -53,7 +54,6 @@ struct Running {
 #[derive(Debug)]
 pub(super) struct Watched {
     base: &'static Base,
-    device: i32,
     /// None: calls are counted, and not watched.
     limit: Option<Duration>,
     /// How long a process that takes no notice goes on; none = for ever.
@@ -65,6 +65,8 @@ pub(super) struct Watched {
     ended: OnceLock<String>,
     /// Whether a caller has been told.
     noticed: AtomicBool,
+    /// Whether it was said that a call is not watched.
+    unwatched: AtomicBool,
     stopped: Mutex<bool>,
     stop: Condvar,
 }
@@ -77,39 +79,95 @@ pub(super) struct Watch {
     thread: Option<JoinHandle<()>>,
 }
 
-impl Watch {
-    /// `limit`: how long a call may take on the device; none = calls are counted, and not watched. `grace`: how long a process
-    /// goes on that takes no notice of the group's end; none = for ever.
-    pub(super) fn start(
-        base: &'static Base,
-        device: i32,
-        progress: Progress,
-        limit: Option<Duration>,
-        grace: Option<Duration>,
-    ) -> Self {
-        let places = limit.map_or(Box::default(), |_| make_places(base));
+/// What a watch takes of the system and of the device. It is had before the ranks agree on a group: without it, a rank that
+/// is missing would be waited for without an end, and nobody would know.
+#[derive(Debug)]
+pub(super) struct Means {
+    base: &'static Base,
+    /// How long a call may take on the device; none = calls are counted, and not watched.
+    limit: Option<Duration>,
+    places: Box<[Place<Events>]>,
+    /// The thread, and how it gets what it watches; none where nothing is watched.
+    thread: Option<(Sender<Arc<Watched>>, JoinHandle<()>)>,
+}
+
+impl Means {
+    /// The device is current.
+    ///
+    /// # Errors
+    /// No thread, or no events, and why.
+    pub(super) fn new(base: &'static Base, device: i32, limit: Option<Duration>) -> Result<Self> {
+        let mut means = Self { base, limit, places: Box::default(), thread: None };
+        if limit.is_some() {
+            means.places = make_places(base)?;
+            means.thread = Some(start_thread(base, device)?);
+        }
+        Ok(means)
+    }
+
+    /// Watches the calls of a group. `grace`: how long a process goes on that takes no notice of the group's end; none = for
+    /// ever.
+    pub(super) fn watch(mut self, progress: Progress, grace: Option<Duration>) -> Watch {
         let watched = Arc::new(Watched {
-            base,
-            device,
-            limit,
+            base: self.base,
+            limit: self.limit,
             grace,
             progress,
-            places,
+            places: std::mem::take(&mut self.places),
             ended: OnceLock::new(),
             noticed: AtomicBool::new(false),
+            unwatched: AtomicBool::new(false),
             stopped: Mutex::new(false),
             stop: Condvar::new(),
         });
-        let thread = limit.and_then(|_| {
-            let watched = Arc::clone(&watched);
-            let thread = std::thread::Builder::new().name("nvte_ep_watch".into()).spawn(move || watched.run());
+        let thread = self.thread.take().map(|(sender, thread)| {
+            sender.send(Arc::clone(&watched)).expect("the thread waits for it");
             thread
-                .inspect_err(|error| tracing::warn!(target: "nvte_ep", "the group's calls are not watched: {error}"))
-                .ok()
         });
-        Self { watched, turn: Turn::default(), thread }
+        Watch { watched, turn: Turn::default(), thread }
     }
+}
 
+impl Drop for Means {
+    fn drop(&mut self) {
+        if let Some((sender, thread)) = self.thread.take() {
+            // The thread waits for a group to watch, and ends where there will be none.
+            drop(sender);
+            let _ = thread.join();
+        }
+        destroy(self.base, &self.places);
+    }
+}
+
+fn start_thread(base: &'static Base, device: i32) -> Result<(Sender<Arc<Watched>>, JoinHandle<()>)> {
+    let (sender, receiver) = mpsc::channel::<Arc<Watched>>();
+    let (ready, started) = mpsc::channel();
+    let thread = thread::spawn("nvte_ep_watch", move || {
+        let cuda = &base.cuda;
+        let _ = ready.send(cuda.set_current_device(device).and_then(|()| cuda.ignore_captures()));
+        if let Ok(watched) = receiver.recv() {
+            watched.run();
+        }
+    });
+    let thread = thread.map_err(|error| Error::Preflight {
+        problem: format!("the thread that watches the group's calls could not be started ({error})"),
+        remedy:
+            "raise the limit of threads or of memory (ulimit -u, ulimit -v, the container's pids limit); or do without \
+                 it (NVTE_EP_TIMEOUT_MS=0): a rank that is missing is then waited for without an end"
+                .into(),
+    })?;
+    started.recv().map_err(|_| Error::Internal("the watching thread panicked".into()))??;
+    Ok((sender, thread))
+}
+
+fn destroy(base: &Base, places: &[Place<Events>]) {
+    for event in places.iter().flat_map(|place| [place.events.begin, place.events.end]) {
+        // SAFETY: an event of ours that nothing queued waits for.
+        let _ = unsafe { (base.cuda.cuEventDestroy_v2)(event) };
+    }
+}
+
+impl Watch {
     pub(super) fn share(&self) -> Arc<Watched> {
         Arc::clone(&self.watched)
     }
@@ -175,15 +233,12 @@ impl Watch {
         watched.stop.notify_all();
         // It panics nowhere; if it did, there is nothing to add.
         let _ = thread.map(JoinHandle::join);
-        for event in watched.places.iter().flat_map(|place| [place.events.begin, place.events.end]) {
-            // SAFETY: an event of ours that nothing queued waits for.
-            let _ = unsafe { (watched.base.cuda.cuEventDestroy_v2)(event) };
-        }
+        destroy(watched.base, &watched.places);
     }
 }
 
-/// Places with events of the current device, as many as can be had.
-fn make_places(base: &Base) -> Box<[Place<Events>]> {
+/// Places with events of the current device.
+fn make_places(base: &Base) -> Result<Box<[Place<Events>]>> {
     let make = || {
         let mut event = std::ptr::null_mut();
         let flags = b::CU_EVENT_DISABLE_TIMING;
@@ -191,15 +246,24 @@ fn make_places(base: &Base) -> Box<[Place<Events>]> {
         let code = unsafe { (base.cuda.cuEventCreate)(&raw mut event, flags) };
         base.cuda.check("cuEventCreate", code).map(|()| event)
     };
-    let places =
-        (0..IN_FLIGHT).map_while(|index| match make().and_then(|begin| make().map(|end| Events { begin, end })) {
-            Ok(events) => Some(Place::new(events)),
-            Err(error) => {
-                tracing::warn!(target: "nvte_ep", "no more than {index} calls in flight are watched: {error}");
-                None
-            }
+    let mut places = Vec::new();
+    for _ in 0..IN_FLIGHT {
+        let events = make().and_then(|begin| {
+            let end = make().inspect_err(|_| {
+                // SAFETY: ours, and recorded nowhere.
+                let _ = unsafe { (base.cuda.cuEventDestroy_v2)(begin) };
+            })?;
+            Ok(Events { begin, end })
         });
-    places.collect()
+        match events {
+            Ok(events) => places.push(Place::new(events)),
+            Err(error) => {
+                destroy(base, &places);
+                return Err(error);
+            }
+        }
+    }
+    Ok(places.into())
 }
 
 impl Watched {
@@ -232,7 +296,10 @@ impl Watched {
     #[cold]
     fn not_recorded(&self, code: b::CUresult) -> bool {
         if let Err(error) = self.base.cuda.check("cuEventRecord", code) {
-            tracing::warn!(target: "nvte_ep", "a call is not watched: {error}");
+            // Once a group: where the device has failed, so do all further calls.
+            if !self.unwatched.swap(true, Ordering::Relaxed) {
+                report(&format!("a call is not watched, so it may be waited for without an end: {error}"));
+            }
         }
         false
     }
@@ -270,11 +337,6 @@ impl Watched {
     }
 
     fn run(&self) {
-        let cuda = &self.base.cuda;
-        if let Err(error) = cuda.set_current_device(self.device).and_then(|()| cuda.ignore_captures()) {
-            tracing::warn!(target: "nvte_ep", "the group's calls are not watched: {error}");
-            return;
-        }
         let mut running = vec![None; self.places.len()];
         loop {
             let mut stopped = self.stopped.lock();
@@ -315,8 +377,8 @@ impl Watched {
             return Look::Fine;
         }
         let reason = self.progress.reason(number, step);
-        let report = !first.reported && running > SLOW;
-        first.reported |= report;
+        let is_slow = !first.reported && running > SLOW;
+        first.reported |= is_slow;
         let seconds = running.as_secs_f32();
         let text =
             format!("{step}, call {number} of the group, has been on the device for {seconds:.1} s: {}", reason.text);
@@ -324,19 +386,18 @@ impl Watched {
             self.end(text);
             return Look::Ended;
         }
-        if report {
-            tracing::warn!(target: "nvte_ep", device = self.device, "{text}");
-            say(&text);
+        if is_slow {
+            report(&text);
         }
         Look::Fine
     }
 
     /// Ends the group: every call from now on throws.
     fn end(&self, text: String) {
+        // First, so that a call that is refused from here on does not count as one that may be made again.
+        let _ = self.ended.set(text.clone());
         self.progress.give_up(&text);
-        tracing::error!(target: "nvte_ep", device = self.device, "{text}");
-        say(&text);
-        let _ = self.ended.set(text);
+        report(&text);
     }
 
     /// The caller may sit in a synchronization that never returns. If it has not taken notice when the grace is over, and
@@ -353,7 +414,7 @@ impl Watched {
         let stuck = self.collect(running) && running.iter().any(Option::is_some);
         if stuck && !self.noticed.load(Ordering::Relaxed) {
             let text = "nobody has called the library since, and the device is still waiting: the process ends here";
-            say(text);
+            report(text);
             std::process::abort();
         }
     }
@@ -364,9 +425,4 @@ enum Look {
     Fine,
     DeviceFailed,
     Ended,
-}
-
-/// To stderr whether or not there is a log: a hang must not be silent.
-fn say(text: &str) {
-    let _ = writeln!(std::io::stderr(), "nvte_ep: {text}");
 }

@@ -1,7 +1,7 @@
-//! The error boundary: the one place that turns an error or a panic into a C++ exception.
+//! The error boundary: the one place that turns an error or a panic into a C++ exception or a status, with the error's code.
 
 use super::status::NVTEEpStatus;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, with_code};
 use std::any::Any;
 use std::ffi::{c_char, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -42,18 +42,29 @@ pub(super) fn attempt<R>(
         Ok(Err(error)) => {
             // The ranks that wait for this one's call are told why it does not come.
             if name.starts_with("nvte_ep_") {
-                crate::backend::tell_failure(name, &error);
+                without_panic(|| crate::backend::tell_failure(name, &error));
             }
             Err(failure(name, &error))
         }
-        Err(payload) => Err(failure(name, &Error::Internal(panic_text(payload.as_ref())))),
+        Err(payload) => {
+            let error = Error::Internal(panic_text(payload.as_ref()));
+            // To drop it may panic again.
+            std::mem::forget(payload);
+            Err(failure(name, &error))
+        }
     }
+}
+
+/// What is done besides, which must not change what the call reports: a subscriber of the program's may panic.
+fn without_panic<R>(body: impl FnOnce() -> R) -> Option<R> {
+    catch_unwind(AssertUnwindSafe(body)).map_err(std::mem::forget).ok()
 }
 
 #[cold]
 fn failure(name: &str, error: &Error) -> (NVTEEpStatus, String) {
-    let text = format!("{name}: {error}");
-    tracing::error!(target: "nvte_ep", "{text}");
+    let text = without_panic(|| with_code(format!("{name}: {error}"))).unwrap_or_else(|| name.to_owned());
+    // No warning: it reaches the caller, who may expect it.
+    without_panic(|| tracing::info!(target: "nvte_ep", "thrown: {text}"));
     (error.into(), text)
 }
 
@@ -75,6 +86,41 @@ mod tests {
         })
     }
 
+    /// A subscriber of a Rust program's that fails at what it is told.
+    struct Panics {
+        at: tracing::Level,
+    }
+
+    impl tracing::Subscriber for Panics {
+        fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+            true
+        }
+        fn new_span(&self, span: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+            assert!(*span.metadata().level() != self.at, "the subscriber fails at a span");
+            tracing::span::Id::from_u64(1)
+        }
+        fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+        fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+        fn event(&self, event: &tracing::Event<'_>) {
+            assert!(*event.metadata().level() != self.at, "the subscriber fails at an event");
+        }
+        fn enter(&self, _: &tracing::span::Id) {}
+        fn exit(&self, _: &tracing::span::Id) {}
+    }
+
+    #[test]
+    fn a_subscriber_that_panics_changes_no_exception() {
+        tracing::subscriber::with_default(Panics { at: tracing::Level::INFO }, || {
+            assert!(text(1).starts_with("nvte_ep_test: tokens must be 2D, got 1D"), "{}", text(1));
+            assert_eq!(text(2), "nvte_ep_test: internal error (please report it): number 2 [NVTE-EP-719]");
+            assert_eq!(call(0), Ok(42));
+        });
+        tracing::subscriber::with_default(Panics { at: tracing::Level::TRACE }, || {
+            let start = "nvte_ep_test: internal error (please report it): the subscriber fails at a span";
+            assert!(text(0).starts_with(start), "{}", text(0));
+        });
+    }
+
     fn call(which: i32) -> Result<i32> {
         // SAFETY: takes any number.
         catch_foreign("exported", || unsafe { exported(which) })
@@ -90,8 +136,8 @@ mod tests {
     #[test]
     fn values_errors_and_panics_cross() {
         assert_eq!(call(0), Ok(42));
-        assert_eq!(text(1), "nvte_ep_test: tokens must be 2D, got 1D");
-        assert_eq!(text(2), "nvte_ep_test: internal error (please report it): number 2");
+        assert!(text(1).starts_with("nvte_ep_test: tokens must be 2D, got 1D"), "{}", text(1));
+        assert_eq!(text(2), "nvte_ep_test: internal error (please report it): number 2 [NVTE-EP-719]");
         assert_eq!(call(0), Ok(42), "the next valid call works");
     }
 }

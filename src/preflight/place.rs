@@ -1,7 +1,7 @@
 //! Where each rank runs and what it has there, and the rules that only all of it decides.
 
 use super::Lookup;
-use super::variables::{self, SHUFFLE_SMS};
+use super::variables;
 use crate::config::{GroupConfig, RecvCapacity};
 use crate::error::{Error, Result};
 use crate::memory::GroupMemory;
@@ -22,21 +22,18 @@ pub(crate) struct Place {
     pub(crate) domains: u32,
     /// Most blocks of dispatch that the rank's NCCL EP has barriers for.
     pub(crate) dispatch_blocks: u32,
-    /// The rank's `NCCL_EP_SHUFFLE_SMS` and `NCCL_EP_PREPROCESS_NUM_SMS`; 0 = not set by the user.
-    pub(crate) local_sms: [u32; 2],
 }
 
 impl Place {
     /// Words of a statement that hold it.
     pub(crate) fn words(&self) -> Vec<u64> {
-        let [shuffle, preprocess] = self.local_sms;
-        let small = [self.sm_count, self.domains, self.dispatch_blocks, shuffle, preprocess];
+        let small = [self.sm_count, self.domains, self.dispatch_blocks];
         [self.host, self.device, self.free].into_iter().chain(small.map(u64::from)).collect()
     }
 
     /// What [`Place::words`] made.
     pub(crate) fn from_words(words: &[u64]) -> Self {
-        let &[host, device, free, sm_count, domains, dispatch_blocks, shuffle, preprocess] = words else {
+        let &[host, device, free, sm_count, domains, dispatch_blocks] = words else {
             unreachable!("as many words as a place has were asked for");
         };
         let small = |word: u64| word as u32;
@@ -47,7 +44,6 @@ impl Place {
             sm_count: small(sm_count),
             domains: small(domains),
             dispatch_blocks: small(dispatch_blocks),
-            local_sms: [small(shuffle), small(preprocess)],
         }
     }
 }
@@ -151,12 +147,14 @@ pub(crate) fn resident_cap(argument: &str, requested: u32, places: &[Place]) -> 
     }
     let busiest =
         places.iter().max_by_key(|place| sharing(places, place)).map_or((0, 0), |p| (p.sm_count, sharing(places, p)));
-    Err(Error::argument(
-        argument,
-        format!("must be at most {most} where {} of the ranks are on one device of {} SMs", busiest.1, busiest.0),
-        requested,
-    )
-    .with_remedy("leave it automatic; more would hang the first step"))
+    let required = match busiest {
+        (_, 1) => format!("must be at most {most}, as the smallest device has no more multiprocessors"),
+        (sm_count, ranks) => {
+            format!("must be at most {most} where {ranks} ranks share one device of {sm_count} multiprocessors")
+        }
+    };
+    Err(Error::argument(argument, required, requested)
+        .with_remedy("leave it automatic; more would hang the first step"))
 }
 
 /// The number of multiprocessors for dispatch, equal on every rank, and of combine where it has no other. `field` names
@@ -190,13 +188,26 @@ pub(crate) fn variables_fit(env: Lookup<'_>, places: &[Place]) -> Result<()> {
     if let Some(count) = variables::count(variables::COMBINE_SMS, env)? {
         resident_cap(variables::COMBINE_SMS, count, places)?;
     }
-    // These may differ between ranks, so every rank looks at all of them.
-    for place in places {
-        for (name, count) in [SHUFFLE_SMS, variables::PREPROCESS_SMS].into_iter().zip(place.local_sms) {
-            resident_cap(name, count, places)?;
-        }
-    }
     Ok(())
+}
+
+/// Blocks for one of the kernels that work on a rank alone, the permutation or the scan, whose variable is `name`; none
+/// leaves the choice to NCCL EP, which takes no more than for communication. A rank that has its device for itself gets all
+/// of it, as in TransformerEngine. Blocks wait for each other, and where ranks share a device the others' kernels wait on
+/// it too, so a number that some library of this process left in the environment is lowered to what there is room for.
+pub(crate) fn local_sms(name: &str, env: Lookup<'_>, places: &[Place], own: &Place) -> Option<u32> {
+    let most = most_resident(places);
+    match variables::count(name, env).ok().flatten() {
+        Some(count) if count > most => {
+            let text = format!(
+                "{name}={count} is more than {most}, the multiprocessors that a rank has for itself here: {most} are used"
+            );
+            tracing::warn!(target: "nvte_ep", "{text}");
+            Some(most)
+        }
+        Some(count) => Some(count),
+        None => (sharing(places, own) == 1).then_some(own.sm_count),
+    }
 }
 
 /// What the communicator says of its ranks' links, and why NCCL EP cannot use it.
@@ -262,21 +273,12 @@ pub(super) mod tests {
 
     /// An idle device of an H200's size, with NCCL EP of API 2.
     pub(in super::super) fn place(host: u64, device: u64) -> Place {
-        Place {
-            host,
-            device,
-            sm_count: 132,
-            free: 139 << 30,
-            domains: 1,
-            dispatch_blocks: dispatch_blocks(false),
-            local_sms: [0, 0],
-        }
+        Place { host, device, sm_count: 132, free: 139 << 30, domains: 1, dispatch_blocks: dispatch_blocks(false) }
     }
 
     #[test]
     fn a_place_survives_the_exchange() {
-        let own =
-            Place { free: u64::MAX, dispatch_blocks: u32::MAX, local_sms: [7, 9], ..place(u64::MAX - 1, 3 << 32) };
+        let own = Place { free: u64::MAX, dispatch_blocks: u32::MAX, ..place(u64::MAX - 1, 3 << 32) };
         assert_eq!(Place::from_words(&own.words()), own);
     }
 
@@ -289,10 +291,11 @@ pub(super) mod tests {
         assert_eq!(sm_cap("max_num_sms", None, &eight).unwrap(), 16);
         let text = sm_cap("max_num_sms", Some(32), &eight).unwrap_err().to_string();
         assert!(
-            text.contains("must be at most 16 where 8 of the ranks are on one device of 132 SMs, got 32"),
+            text.contains("must be at most 16 where 8 ranks share one device of 132 multiprocessors, got 32"),
             "{text}"
         );
-        assert!(sm_cap("max_num_sms", Some(133), &apart).is_err());
+        let text = sm_cap("max_num_sms", Some(133), &apart).unwrap_err().to_string();
+        assert!(text.starts_with("max_num_sms must be at most 132, as the smallest device has no more"), "{text}");
         assert_eq!(resident_cap("preprocess_sms", 66, &two).unwrap(), 66);
         assert!(resident_cap("preprocess_sms", 67, &two).is_err());
     }
@@ -327,10 +330,14 @@ pub(super) mod tests {
         assert!(text.starts_with("NCCL_EP_COMM_SMS must be at most 34 with this NCCL EP, got 48"), "{text}");
         assert!(fit("NCCL_EP_DISPATCH_SMS", "48", &two).is_err());
         fit("NCCL_EP_COMBINE_SMS", "48", &two).unwrap();
-        // Blocks of a shared device's ranks wait for each other, also those that one rank alone has too many of.
-        let shared = [place(1, 0), Place { local_sms: [0, 100], ..place(1, 0) }];
-        let text = fit("X", "", &shared).unwrap_err();
-        assert!(text.starts_with("NCCL_EP_PREPROCESS_NUM_SMS must be at most 66 where 2 of the ranks"), "{text}");
+        // Of those that work on one rank alone, what there is room for.
+        let shared = [place(1, 0); 2];
+        for name in ["NCCL_EP_SHUFFLE_SMS", "NCCL_EP_PREPROCESS_NUM_SMS"] {
+            let count = |value, places: &[Place]| local_sms(name, &env(name, value), places, &places[0]);
+            assert_eq!(count("132", &shared), Some(66));
+            assert_eq!(count("60", &shared), Some(60));
+            assert_eq!((count("4096", &two), count("", &two), count("", &shared)), (Some(132), Some(132), None));
+        }
     }
 
     #[test]

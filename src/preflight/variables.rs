@@ -21,7 +21,7 @@ const EQUAL_COUNTS: [&str; 4] = [DISPATCH_COUNTS[0], DISPATCH_COUNTS[1], COMBINE
 const EQUAL_FLAGS: [(&str, bool); 7] = [
     (LOCAL_DUP, false),
     (NVLINK_DUP, false),
-    // Set by `keep_slot_order` where it is unset.
+    // Set by `GroupVariables` where it is unset.
     (super::SCAN_MODE, true),
     ("NCCL_EP_DISABLE_GUARD", false),
     ("NCCL_EP_HT_EM_COUNT_UNFUSED", false),
@@ -50,7 +50,11 @@ pub(crate) fn check(env: Lookup<'_>, sm_count: u32) -> Result<()> {
         flag(name, env)?;
     }
     count(TOKENS_PER_CHUNK, env)?;
-    for name in DISPATCH_COUNTS.into_iter().chain([COMBINE_SMS, SHUFFLE_SMS, PREPROCESS_SMS]) {
+    // What is too much of these two is lowered, not refused: another library may have set them.
+    for name in [SHUFFLE_SMS, PREPROCESS_SMS] {
+        count(name, env)?;
+    }
+    for name in DISPATCH_COUNTS.into_iter().chain([COMBINE_SMS]) {
         if let Some(count) = count(name, env)?.filter(|count| *count > sm_count) {
             let required = format!("must be at most {sm_count}, the device's multiprocessors");
             return Err(Error::argument(name, required, count));
@@ -97,9 +101,11 @@ mod tests {
             refused(&[(LOCAL_DUP, "1"), (NVLINK_DUP, "true")]),
             "NCCL_EP_HT_EM_LOCAL_DUP must not be on together with NCCL_EP_HT_EM_NVLINK_DUP, got both"
         );
-        for name in ["NCCL_EP_COMM_SMS", "NCCL_EP_COMBINE_SMS", "NCCL_EP_SHUFFLE_SMS", "NCCL_EP_PREPROCESS_NUM_SMS"] {
+        for name in ["NCCL_EP_COMM_SMS", "NCCL_EP_COMBINE_SMS"] {
             let text = refused(&[(name, "133")]);
             assert_eq!(text, format!("{name} must be at most 132, the device's multiprocessors, got 133"));
+        }
+        for name in ["NCCL_EP_COMBINE_SMS", "NCCL_EP_SHUFFLE_SMS", "NCCL_EP_PREPROCESS_NUM_SMS"] {
             assert_eq!(refused(&[(name, "0")]), format!("{name} must be a number of 1 or more, got 0"));
         }
         assert_eq!(

@@ -1,7 +1,7 @@
 //! Where each library is looked for, and in which order (docs/environment.md lists it for users).
 
 use super::{Base, cuda, nccl, nccl_ep as ep};
-use crate::env::{Env, NCCL_EP_HOME, NCCL_HOME, RuntimeKind, Variable};
+use crate::env::{Env, NCCL_EP_HOME, NCCL_HOME, RuntimeKind, Variable, process};
 use crate::error::{Error, Result};
 use libloading::Library;
 use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
@@ -241,10 +241,10 @@ pub(crate) fn site_packages(nccl: Option<&Path>) -> Vec<PathBuf> {
     };
     // .../site-packages/nvidia/nccl/lib/libnccl.so.2
     ancestors(nccl, 4).into_iter().for_each(&mut add);
-    if let Some(paths) = std::env::var_os("PYTHONPATH") {
+    if let Some(paths) = process("PYTHONPATH") {
         std::env::split_paths(&paths).for_each(&mut add);
     }
-    for root in ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(std::env::var_os) {
+    for root in ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(|name| process(name)) {
         let Ok(entries) = Path::new(&root).join("lib").read_dir() else { continue };
         for entry in entries.flatten().filter(|e| e.file_name().to_string_lossy().starts_with("python3")) {
             add(entry.path().join("site-packages"));
@@ -314,6 +314,34 @@ pub(crate) fn provider_of(symbol: &CStr) -> Option<PathBuf> {
     // SAFETY: looks a name up; nothing is called.
     let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, symbol.as_ptr()) };
     if address.is_null() { None } else { file_of(address) }
+}
+
+/// The NCCLs in the process, with the version that each reports. A communicator works with the one that made it only, and a
+/// process may have several: a framework's, one of a Python wheel, the system's.
+pub(crate) fn loaded_nccls() -> Vec<(PathBuf, i32)> {
+    let mut files: Vec<PathBuf> = Vec::new();
+    for line in std::fs::read_to_string("/proc/self/maps").unwrap_or_default().lines() {
+        // Behind address, rights, offset, device and inode.
+        let Some(start) = line.find('/') else { continue };
+        let path = Path::new(&line[start..]);
+        let is_nccl = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libnccl.so"));
+        if is_nccl && !files.iter().any(|file| file == path) {
+            files.push(path.to_path_buf());
+        }
+    }
+    files.into_iter().filter_map(|file| version_of(&file).map(|version| (file, version))).collect()
+}
+
+/// The version that the loaded library `file` reports.
+fn version_of(file: &Path) -> Option<i32> {
+    // SAFETY: RTLD_NOLOAD runs nothing; it only finds what is loaded.
+    let library = unsafe { UnixLibrary::open(Some(file), libc::RTLD_NOLOAD | RTLD_NOW) }.ok()?;
+    // SAFETY: NCCL declares it so.
+    let get = unsafe { library.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(b"ncclGetVersion\0") }.ok()?;
+    let mut version = 0;
+    // SAFETY: `version` is a live int; NCCL's function works without a device.
+    let code = unsafe { get(&raw mut version) };
+    (code == 0).then_some(version)
 }
 
 /// The file that a function was loaded from, as it was opened.

@@ -10,9 +10,10 @@ mod load;
 pub mod nccl;
 pub mod nccl_ep;
 mod te;
+pub(crate) mod thread;
 
 pub use foreign::catch_foreign;
-pub(crate) use load::{NCCL_PREFIXES, ancestors, provider_of, site_packages};
+pub(crate) use load::{NCCL_PREFIXES, ancestors, loaded_nccls, provider_of, site_packages};
 pub use load::{NcclEpLibrary, file_of, own_directories};
 pub use te::ForeignTensors;
 

@@ -37,7 +37,7 @@ impl Candidate {
         let library = sys::nccl_ep(base, env)?;
         preflight::separate_sms(config, options, library)?;
         match base.runtime {
-            RuntimeKind::Cuda => preflight::jit(base, library, nccl)?.export(),
+            RuntimeKind::Cuda => preflight::jit(base, library, nccl, env.timeout)?.export(),
             RuntimeKind::Host => preflight::host_compiler(library)?,
         }
         tracing::info!(target: "nvte_ep", path = ?library.path, version = library.functions.version()?, "NCCL EP");
@@ -59,11 +59,7 @@ impl Candidate {
         own: Place,
     ) -> Result<Group> {
         let Self { library, index_copier } = self;
-        if machine.base.runtime == RuntimeKind::Cuda {
-            preflight::widen_local_kernels(places, own);
-            preflight::keep_slot_order();
-        }
-        let variables = GroupVariables::set(machine.options, sms);
+        let variables = GroupVariables::set(machine.options, sms, machine.base.runtime, places, own);
         // SAFETY: passed on.
         let group = unsafe { Group::create(machine, library, index_copier, sms.dispatch.max(sms.combine)) };
         drop(variables);
