@@ -243,7 +243,11 @@ int SignalsAreThePrograms() {
 // The system has no thread for what watches the calls: no group without it, on any rank. A stack of 64 TiB is what no system
 // has; the host runtime's threads have been started, and Rust reads the variable once a library.
 int NoThreadForTheWatch() {
+  void* memory = nullptr;
+  TEST_CUDA(cudaMalloc(&memory, 4));
+  TEST_CUDA(cudaMemsetAsync(memory, 0, 4, World::Get().stream()));
   World::Get().Wait();
+  TEST_CUDA(cudaFree(memory));
   if (World::Get().rank() == 0) setenv("RUST_MIN_STACK", "70368744177664", 1);
   try {
     Initialize(World::Get().comm(), Shape().Config());
