@@ -210,20 +210,16 @@ impl Env {
     pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let get = |variable: &Variable| lookup(variable.name).filter(|value| !value.is_empty());
         let path = |variable: &Variable| get(variable).map(PathBuf::from);
-        let integer = |variable: &Variable, what: &str| -> Result<Option<i64>> {
+        let integer = |variable: &Variable, required: &str| -> Result<Option<i64>> {
             get(variable)
-                .map(|value| {
-                    value.trim().parse().map_err(|_| Error::argument(variable.name, format!("must be {what}"), &value))
-                })
+                .map(|value| value.trim().parse().map_err(|_| Error::argument(variable.name, required, &value)))
                 .transpose()
         };
         let duration = |variable: &Variable, default_ms: u64| -> Result<Option<Duration>> {
-            let what = "a number of milliseconds, 0 or more";
-            let ms = match integer(variable, what)? {
+            let required = "must be a number of milliseconds, 0 or more";
+            let ms = match integer(variable, required)? {
                 None => default_ms,
-                Some(ms) => {
-                    u64::try_from(ms).map_err(|_| Error::argument(variable.name, format!("must be {what}"), ms))?
-                }
+                Some(ms) => u64::try_from(ms).map_err(|_| Error::argument(variable.name, required, ms))?,
             };
             Ok((ms > 0).then(|| Duration::from_millis(ms)))
         };
@@ -243,7 +239,7 @@ impl Env {
                 Some(name) => EngineChoice::of_name(name)
                     .ok_or_else(|| Error::argument(BACKEND.name, "must be auto, nccl_ep or native", name))?,
             },
-            handle_cache_size: match integer(&HANDLE_CACHE_SIZE, "an integer")? {
+            handle_cache_size: match integer(&HANDLE_CACHE_SIZE, "must be an integer")? {
                 None => CacheSize::Default,
                 Some(0) => {
                     let rule = "must not be 0 (a positive number of layers, or negative for no limit)";

@@ -1,6 +1,6 @@
 //! Throwing leaves no memory behind. In a process of its own, since resident memory is the process's.
 
-use nvte_ep_core::error::{Error, Result};
+use nvte_ep_core::error::{Error, Result, with_code};
 use nvte_ep_core::ffi::guard;
 use nvte_ep_core::sys::catch_foreign;
 
@@ -11,7 +11,7 @@ unsafe extern "C-unwind" fn refuses() {
 fn throw() {
     // SAFETY: takes nothing.
     let result = catch_foreign("refuses", || unsafe { refuses() });
-    let text = "nvte_ep_test: tokens must be 2D, got 1D".to_owned();
+    let text = with_code("nvte_ep_test: tokens must be 2D, got 1D".to_owned());
     assert_eq!(result, Err(Error::Foreign { call: "refuses", text }));
 }
 

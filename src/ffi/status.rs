@@ -131,11 +131,11 @@ mod tests {
         assert_eq!((of("nvte_test", || Ok(())), last().as_str()), (NVTE_EP_SUCCESS, ""));
         let refused = || Err(Error::argument("tokens", "must be 2D", "1\0D"));
         assert_eq!(of("nvte_test", refused), NVTE_EP_INVALID_ARGUMENT);
-        assert_eq!(last(), r"nvte_test: tokens must be 2D, got 1\u{0}D");
+        assert!(last().starts_with(r"nvte_test: tokens must be 2D, got 1\u{0}D"), "{}", last());
         assert_eq!(of("nvte_test", || panic!("by {}", "chance")), NVTE_EP_INTERNAL);
-        assert_eq!(last(), "nvte_test: internal error (please report it): by chance");
+        assert!(last().starts_with("nvte_test: internal error (please report it): by chance ["), "{}", last());
         assert_eq!(of("nvte_test", || Ok(())), NVTE_EP_SUCCESS);
-        assert_eq!(last(), "nvte_test: internal error (please report it): by chance", "success leaves it");
+        assert!(last().contains("by chance"), "success leaves it");
         std::thread::spawn(|| assert_eq!(last(), "")).join().unwrap();
     }
 
@@ -148,10 +148,8 @@ mod tests {
         // SAFETY: null is an error.
         let status =
             unsafe { with_result("nvte_test", std::ptr::null_mut(), || -> Result<i32> { panic!("not called") }) };
-        assert_eq!(
-            (status, last().as_str()),
-            (NVTE_EP_INVALID_ARGUMENT, "nvte_test: result must not be NULL, got NULL")
-        );
+        assert_eq!(status, NVTE_EP_INVALID_ARGUMENT);
+        assert!(last().starts_with("nvte_test: result must not be NULL, got NULL"), "{}", last());
     }
 
     #[test]
