@@ -428,6 +428,11 @@ impl Channel {
         Breaker { control: std::sync::Arc::clone(&self.control), rank: self.rank }
     }
 
+    /// Number of the operation that was exchanged last, the same on every rank.
+    pub fn operation(&self) -> u64 {
+        self.operations
+    }
+
     fn parity(&self) -> usize {
         (self.operations & 1) as usize
     }

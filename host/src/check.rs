@@ -13,17 +13,18 @@ use nvte_ep_bindings::{cudaErrorAssert, cudaErrorInvalidValue, ncclInvalidArgume
 use parking_lot::Mutex;
 
 use crate::fault::{self, Fault, Outcome};
-use crate::memory::{self, POISON, Span};
+use crate::float::DefaultEnvironment;
+use crate::memory::{self, Span};
 use crate::{comm, device, inject};
 
 /// Environment variable with the [`Policy`].
 pub const POLICY_VARIABLE: &str = "NVTE_EP_HOST_CHECK";
 /// Reports of a rule that are printed where the program goes on; the others are only counted.
 const PRINTED: u64 = 16;
-/// Fewer poison bytes than these may be a value that somebody wrote.
+/// Fewer unwritten bytes than these may be a value that somebody wrote.
 const UNWRITTEN_BYTES: usize = 16;
 
-/// What happens on a breach after which the work can go on.
+/// What happens on a breach after which the work can go on, unless it is only a warning ([`Severity`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
     /// It is not looked for.
@@ -64,6 +65,27 @@ impl fmt::Display for OnGpu {
     }
 }
 
+/// What a breach of a rule is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Severity {
+    /// An error: the work cannot go on.
+    Error,
+    /// What the [`Policy`] says.
+    Policy,
+    /// A warning, unless the policy is off: programs that do it work on GPUs.
+    Warning,
+}
+
+impl fmt::Display for Severity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Error => "an error",
+            Self::Policy => "an error, or as set",
+            Self::Warning => "a warning",
+        })
+    }
+}
+
 macro_rules! rules {
     ($($rule:ident $name:literal $on_gpu:ident $after:ident $sentence:literal;)*) => {
         /// The rules.
@@ -91,43 +113,47 @@ macro_rules! rules {
                 match self { $(Rule::$rule => OnGpu::$on_gpu,)* }
             }
 
+            /// What a breach is.
+            pub fn severity(self) -> Severity {
+                match self { $(Rule::$rule => Severity::$after,)* }
+            }
+
             /// Whether the work can go on after a breach.
-            pub fn goes_on(self) -> bool {
-                match self { $(Rule::$rule => rules!(@$after),)* }
+            pub fn recoverable(self) -> bool {
+                self.severity() != Severity::Error
             }
         }
     };
-    (@goes_on) => { true };
-    (@stops) => { false };
 }
 
 rules! {
-    ConfigDiffers "config-differs" Hang stops "all ranks give the same number of ranks and the same configuration";
-    CallOrder "call-order" Hang stops "all ranks enter the same calls in the same order, with arguments that agree";
-    MissingRank "missing-rank" Hang stops "every rank takes part in every collective call";
-    ReplayCount "replay-count" Hang stops "all ranks replay a captured graph equally often";
-    ArgumentValue "argument-value" Abort stops "arguments have values that their function takes";
-    TensorShape "tensor-shape" Abort stops "a tensor has the dimensions, the length and the type that its function asks for";
-    RowLimit "row-limit" Corrupt stops "tokens and their rows stay within the limits that the group was created with";
-    ReceiveOverflow "receive-overflow" Trap stops "with the policy TRAP no rank receives more rows than max_recv_tokens_per_rank";
-    ExpertIndex "expert-index" Corrupt stops "an index names one of num_experts experts or is negative";
-    CombineRows "combine-rows" Trap stops "combine is given all rows that the routing uses";
-    HandleMemory "handle-memory" Corrupt stops "handle_mem holds what UpdateHandle wrote for the tokens at hand";
-    Alignment "alignment" Trap stops "memory, and its offset in a window, start at a multiple of 16 bytes and of the element";
-    MemoryBounds "memory-bounds" Corrupt stops "a tensor lies inside one allocation";
-    FreedMemory "freed-memory" Corrupt stops "memory stays allocated while a tensor, a handle or a graph uses it";
-    DeviceMemory "device-memory" Trap goes_on "a tensor lies in device or pinned memory of CUDA or NCCL";
-    OtherDevice "other-device" Trap goes_on "memory and streams belong to the device of the communicator";
-    UnwrittenMemory "unwritten-memory" SilentlyWrong goes_on "what an operation reads has been written";
-    WindowMissing "window-missing" Corrupt stops "with zero_copy ON the tensors that peers touch lie in symmetric windows of the group's communicator";
-    WindowBounds "window-bounds" Corrupt stops "a window lies inside its allocation, page-aligned, and a tensor inside its window";
-    WindowLifetime "window-lifetime" Corrupt goes_on "a window stays registered while operations use it, and its memory allocated until then";
-    StreamOrder "stream-order" Corrupt goes_on "operations of a group on several streams are ordered by events or waits";
-    OneThread "one-thread" Corrupt goes_on "a group and its handles are used by one thread at a time";
-    LiveHandles "live-handles" Corrupt goes_on "handles are destroyed before their group, groups before their communicator";
-    PeersBusy "peers-busy" Corrupt goes_on "a group is destroyed after all ranks have finished its operations";
-    DestroyedObject "destroyed-object" Corrupt stops "communicators, groups and handles are not used after they are destroyed";
-    CaptureUnsafe "capture-unsafe" CaptureLost stops "nothing allocates, frees or waits while a stream is captured";
+    ConfigDiffers "config-differs" Hang Error "all ranks give the same number of ranks and the same configuration";
+    CallOrder "call-order" Hang Error "all ranks enter the same calls in the same order, with arguments that agree";
+    MissingRank "missing-rank" Hang Error "every rank takes part in every collective call";
+    ReplayCount "replay-count" Hang Error "all ranks replay a captured graph equally often";
+    ArgumentValue "argument-value" Abort Error "arguments have values that their function takes";
+    TensorShape "tensor-shape" Abort Error "a tensor has the dimensions, the length and the type that its function asks for";
+    RowLimit "row-limit" Corrupt Error "tokens and their rows stay within the limits that the group was created with";
+    ReceiveOverflow "receive-overflow" Trap Error "with the policy TRAP no rank receives more rows than max_recv_tokens_per_rank";
+    ExpertIndex "expert-index" Corrupt Error "an index names one of num_experts experts or is negative";
+    RoutingChanged "routing-changed" SilentlyWrong Policy "combine and gradients use the routing that was dispatched over the same handle_mem";
+    CombineRows "combine-rows" Trap Error "combine is given all rows that the routing uses";
+    HandleMemory "handle-memory" Corrupt Error "handle_mem holds what UpdateHandle wrote for the tokens at hand";
+    Alignment "alignment" Trap Error "memory, and its offset in a window, start at a multiple of 16 bytes and of the element";
+    MemoryBounds "memory-bounds" Corrupt Error "a tensor lies inside one allocation";
+    FreedMemory "freed-memory" Corrupt Error "memory stays allocated while a tensor, a handle or a graph uses it";
+    DeviceMemory "device-memory" Trap Policy "a tensor lies in device or pinned memory of CUDA or NCCL";
+    OtherDevice "other-device" Trap Policy "memory and streams belong to the device of the communicator";
+    UnwrittenMemory "unwritten-memory" SilentlyWrong Policy "what an operation reads has been written";
+    WindowMissing "window-missing" Corrupt Error "with zero_copy ON the tensors that peers touch lie in symmetric windows of the group's communicator";
+    WindowBounds "window-bounds" Corrupt Error "a window lies inside its allocation, page-aligned, and a tensor inside its window";
+    WindowLifetime "window-lifetime" Corrupt Policy "a window stays registered while operations use it, and its memory allocated until then";
+    StreamOrder "stream-order" Corrupt Policy "operations of a group on several streams are ordered by events or waits";
+    OneThread "one-thread" Corrupt Policy "a group and its handles are used by one thread at a time";
+    LiveHandles "live-handles" Corrupt Policy "handles are destroyed before their group, groups before their communicator";
+    PeersBusy "peers-busy" Corrupt Warning "a group is destroyed after all ranks have finished its operations";
+    DestroyedObject "destroyed-object" Corrupt Error "communicators, groups and handles are not used after they are destroyed";
+    CaptureUnsafe "capture-unsafe" CaptureLost Error "nothing allocates, frees or waits while a stream is captured";
 }
 
 /// A breach, as it is printed.
@@ -196,7 +222,7 @@ thread_local! {
 /// The exported function that the calling thread is in.
 #[derive(Debug)]
 pub struct Call {
-    outermost: bool,
+    outermost: Option<DefaultEnvironment>,
 }
 
 impl Call {
@@ -207,13 +233,13 @@ impl Call {
             CALL.set(inject::function_of(std::any::type_name_of_val(work)).unwrap_or_default());
             RANK.set(None);
         }
-        Self { outermost }
+        Self { outermost: outermost.then(DefaultEnvironment::enter) }
     }
 }
 
 impl Drop for Call {
     fn drop(&mut self) {
-        if self.outermost {
+        if self.outermost.is_some() {
             CALL.set("");
         }
     }
@@ -256,14 +282,25 @@ pub fn sign(mut fault: Fault) -> Fault {
 
 /// A breach after which the work can go on: an error if the policy says so.
 pub fn breach(rule: Rule, found: impl Into<String>) -> Outcome<()> {
-    debug_assert!(rule.goes_on(), "{rule:?}");
+    debug_assert!(rule.recoverable(), "{rule:?}");
     if !is_on() {
         return Ok(());
     }
-    let fault = Fault::both(cudaErrorAssert, ncclInvalidUsage, found).breaks(rule);
-    if policy()? == Policy::Error {
+    let fault = breached(rule, found);
+    if policy()? == Policy::Error && rule.severity() == Severity::Policy {
         return Err(fault);
     }
+    warn(fault);
+    Ok(())
+}
+
+fn breached(rule: Rule, found: impl Into<String>) -> Fault {
+    Fault::both(cudaErrorAssert, ncclInvalidUsage, found).breaks(rule)
+}
+
+/// Prints and counts a breach.
+fn warn(fault: Fault) {
+    let Some(rule) = fault.rule else { return };
     let report = sign(fault);
     match rule.reports() {
         ..=PRINTED => fault::report(&report.text),
@@ -272,7 +309,6 @@ pub fn breach(rule: Rule, found: impl Into<String>) -> Outcome<()> {
         }
         _ => {}
     }
-    Ok(())
 }
 
 /// Checks where a tensor's memory is; `name` is its function and argument.
@@ -314,14 +350,29 @@ pub fn stream_device(stream: i32, device: i32) -> Outcome<()> {
 
 /// Checks that rows which an operation reads have been written since their memory was allocated.
 ///
-/// Only rows that hold nothing but poison count, and only where they make up 16 bytes or all that is read.
+/// Only rows that hold what their allocation was filled with count, and only where they make up 16 bytes or all that is
+/// read.
 pub fn written(name: &str, span: &Span, row_bytes: usize, rows: impl IntoIterator<Item = usize>) -> Outcome<()> {
-    if row_bytes == 0 || !is_on() || memory::find(span.address()).is_none_or(|there| !there.kind.on_device()) {
-        return Ok(());
+    unwritten(name, span, row_bytes, rows).map_or(Ok(()), |found| breach(Rule::UnwrittenMemory, found))
+}
+
+/// As [`written`], but only a warning.
+pub fn should_be_written(name: &str, span: &Span, row_bytes: usize, rows: impl IntoIterator<Item = usize>) {
+    if let Some(found) = unwritten(name, span, row_bytes, rows) {
+        warn(breached(Rule::UnwrittenMemory, found));
     }
+}
+
+/// What [`written`] finds.
+fn unwritten(name: &str, span: &Span, row_bytes: usize, rows: impl IntoIterator<Item = usize>) -> Option<String> {
+    if row_bytes == 0 || !is_on() {
+        return None;
+    }
+    let allocation = memory::find(span.address()).filter(|there| there.kind.on_device())?;
     let (mut first, mut run, mut all) = (None, 0usize, true);
     for row in rows {
-        if span.view(row * row_bytes, row_bytes).iter().any(|byte| *byte != POISON) {
+        let offset = row * row_bytes;
+        if !allocation.is_unwritten(span.address() + offset, span.view(offset, row_bytes)) {
             (first, run, all) = (None, 0, false);
             continue;
         }
@@ -332,10 +383,7 @@ pub fn written(name: &str, span: &Span, row_bytes: usize, rows: impl IntoIterato
             break;
         }
     }
-    match first.filter(|_| all) {
-        Some(row) => breach(Rule::UnwrittenMemory, format!("{name}: row {row} is read, but nobody has written it")),
-        None => Ok(()),
-    }
+    first.filter(|_| all).map(|row| format!("{name}: row {row} is read, but nobody has written it"))
 }
 
 #[cfg(test)]

@@ -146,7 +146,7 @@ fn memory_node(memory: &Arc<GraphMemory>, allocates: bool) -> Action {
 fn poison(memory: &Arc<GraphMemory>) -> Run {
     let memory = Arc::clone(memory);
     Arc::new(move |_: Option<&Fault>| {
-        memory.span.fill(0, memory.span.byte_len(), memory::POISON);
+        memory::poison_again(memory.span.address());
         Ok(())
     })
 }

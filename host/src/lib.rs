@@ -12,6 +12,7 @@
 //! | [`comm`], [`dtype`] | communicators, windows, collectives; element types |
 //! | [`ep`] | EP groups, handles, routing, dispatch and combine |
 //! | [`fault`], [`errors`], [`stats`] | errors, their names, counters |
+//! | [`float`] | the floating-point environment of work |
 //! | [`check`], [`order`] | the contract checker: its rules; what a stream comes behind |
 //! | [`inject`] | faults that a test asks for |
 //! | [`kernels`] | the kernels that can be launched |
@@ -32,6 +33,7 @@ pub mod dtype;
 pub mod ep;
 pub mod errors;
 pub mod fault;
+pub mod float;
 pub mod graph;
 pub mod inject;
 pub mod kernels;

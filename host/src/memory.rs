@@ -17,8 +17,10 @@ use crate::check::Rule;
 use crate::fault::{Fault, Outcome};
 use crate::sys::{self, Mapping};
 
-/// What fresh device memory holds, so that reads of unwritten memory are seen.
+/// Every second byte of fresh device memory; see [`Allocation::poison`].
 pub const POISON: u8 = 0xCB;
+/// Bytes after which the content of fresh memory repeats.
+const PATTERN_BYTES: usize = 16;
 
 /// Kind of a tracked allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,6 +70,53 @@ pub struct Allocation {
     pub device: i32,
     /// Tells it from any other allocation of the process, at whatever address.
     pub id: u64,
+}
+
+impl Allocation {
+    /// What the memory holds before anybody writes it: large negative numbers in every type, which differ between
+    /// allocations, so that no value that a program writes is taken for unwritten.
+    fn poison(&self) -> [u8; PATTERN_BYTES] {
+        // The id, spread over all bits (the finaliser of SplitMix64).
+        let mut bits = self.id.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        bits ^= bits >> 31;
+        let mut pattern = [POISON; PATTERN_BYTES];
+        for (there, byte) in pattern.iter_mut().step_by(2).zip(bits.to_le_bytes()) {
+            *there = byte;
+        }
+        pattern
+    }
+
+    /// Fills the memory with its poison.
+    ///
+    /// # Safety
+    ///
+    /// The memory is writable, and nobody uses it.
+    unsafe fn fill_with_poison(&self) {
+        let pattern = self.poison().repeat(4096 / PATTERN_BYTES);
+        for start in (0..self.bytes).step_by(pattern.len()) {
+            let bytes = pattern.len().min(self.bytes - start);
+            let target = (self.base + start) as *mut u8;
+            // SAFETY: inside the allocation, which is the caller's to give.
+            unsafe { std::ptr::copy_nonoverlapping(pattern.as_ptr(), target, bytes) };
+        }
+    }
+
+    /// Whether `bytes`, read at `address` inside the allocation, are what it held when it was made.
+    pub fn is_unwritten(&self, address: usize, bytes: &[u8]) -> bool {
+        let pattern = self.poison();
+        let start = address - self.base;
+        bytes.iter().enumerate().all(|(index, byte)| *byte == pattern[(start + index) % PATTERN_BYTES])
+    }
+}
+
+/// Fills an allocation that starts at `base`, and that nobody uses, with its poison again.
+pub fn poison_again(base: usize) {
+    if let Some(allocation) = find(base).filter(|allocation| allocation.base == base) {
+        // SAFETY: tracked memory is writable; whoever owns it says that nobody uses it.
+        unsafe { allocation.fill_with_poison() };
+    }
 }
 
 /// Ids are never given out twice; 0 is nobody's.
@@ -135,10 +184,16 @@ pub fn allocate(bytes: usize, kind: Kind, device: i32) -> Outcome<*mut c_void> {
         ));
     }
     let base = if kind == Kind::Nccl { allocate_shared(bytes)? } else { allocate_private(bytes, kind)? };
-    // SAFETY: the range was just allocated with this size.
-    unsafe { base.write_bytes(if kind.on_device() { POISON } else { 0 }, bytes) };
     let address = base.as_ptr() as usize;
-    ALLOCATIONS.lock().insert(address, Allocation { base: address, bytes, kind, device, id: next_id() });
+    let allocation = Allocation { base: address, bytes, kind, device, id: next_id() };
+    if kind.on_device() {
+        // SAFETY: the range was just allocated with this size.
+        unsafe { allocation.fill_with_poison() };
+    } else {
+        // SAFETY: as above.
+        unsafe { base.write_bytes(0, bytes) };
+    }
+    ALLOCATIONS.lock().insert(address, allocation);
     Ok(base.as_ptr().cast())
 }
 

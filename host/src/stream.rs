@@ -21,7 +21,7 @@ use crate::fault::{Fault, Outcome, contain};
 use crate::graph::{self, Action, Mark};
 use crate::memory::Span;
 use crate::order::{self, Behind};
-use crate::sys;
+use crate::{float, sys};
 
 /// The handle that names the legacy NULL stream explicitly.
 const LEGACY_HANDLE: usize = 1;
@@ -360,6 +360,8 @@ impl Stream {
             }
             let sticky = self.device.sticky().map(|sticky| &sticky.fault);
             order::runs(&work.behind);
+            // The thread began with that of the program's, and a host function may have changed it.
+            float::reset();
             if let Err(fault) = contain(|| (work.run)(sticky)) {
                 self.device.poison(check::sign(fault));
             }

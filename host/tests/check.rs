@@ -260,6 +260,18 @@ fn expert_index(rank: &Rank, _: Policy) {
     bench.forget();
 }
 
+fn routing_changed(rank: &Rank, policy: Policy) {
+    let bench = Bench::new(rank);
+    nccl_ok(bench.update());
+    nccl_ok(bench.dispatch());
+    // The next micro-batch in the same handle memory.
+    bench.topk.set(&[3, 2, 1, 0, 3, 2, 1, 0]);
+    nccl_ok(bench.update());
+    nccl_ok(bench.combine());
+    assert_eq!(stream_code(rank.stream), if policy == Policy::Error { cudaErrorAssert } else { 0 });
+    bench.forget();
+}
+
 fn combine_rows(rank: &Rank, _: Policy) {
     let bench = Bench::new(rank);
     nccl_ok(bench.update());
@@ -363,8 +375,10 @@ fn unwritten_memory(rank: &Rank, policy: Policy) {
     nccl_ok(bench.dispatch_of(Desc::of(&fresh, ncclBfloat16, &[TOKENS, HIDDEN]), bench.received(), rank.stream));
     assert_eq!(stream_code(rank.stream), if policy == Policy::Error { cudaErrorAssert } else { 0 });
     if policy != Policy::Error {
-        // Expert 0 has tokens 0 and 4: the poison travelled.
-        assert_eq!(bench.rows.get()[..2 * HIDDEN], [[0x0101; HIDDEN], [0xCBCB; HIDDEN]].concat());
+        // Expert 0 has tokens 0 and 4: what token 4's row held travelled.
+        let unwritten = &fresh.get()[4 * HIDDEN..5 * HIDDEN];
+        assert!(unwritten.iter().all(|value| value >> 8 == 0xCB), "{unwritten:x?}");
+        assert_eq!(bench.rows.get()[..2 * HIDDEN], [&[0x0101; HIDDEN], unwritten].concat());
     }
     std::mem::forget(fresh);
     bench.forget();
@@ -507,11 +521,9 @@ fn peers_busy(rank: &Rank, policy: Policy) {
         // SAFETY: the buffer has one element.
         nccl_ok(unsafe { ncclAllReduce(data, data, 1, ncclFloat32, ncclSum, rank.comm, rank.stream) });
         let caught = all.get()[0] > 0.0;
-        if rank.rank == 0 {
-            judged(if caught { policy } else { Policy::Off }, code);
-        }
-        // Now all are done, and who has not destroyed the group yet may.
-        if rank.rank == 1 || code != ncclSuccess {
+        // A warning: nothing of the host runtime is at stake.
+        nccl_ok(code);
+        if rank.rank == 1 {
             // SAFETY: no preconditions.
             nccl_ok(unsafe { ncclEpGroupDestroy(group) });
         }
@@ -580,6 +592,9 @@ provocations! {
         "ncclEpUpdateHandle: receive buffer overflow on rank 0: 16 rows (16 distinct tokens) are needed, \
          max_recv_tokens_per_rank is 12: rule";
     expert_index ExpertIndex 1 "ncclEpUpdateHandle: topk_idx[2, 0] is 4, but there are 4 experts: rule";
+    routing_changed RoutingChanged 1
+        "ncclEpCombine: handle_mem holds the routing of operation 3, but dispatches over this handle_mem have used other \
+         routings only: keep a handle_mem for each micro-batch until its gradients are done: rule";
     combine_rows CombineRows 1
         "ncclEpCombine(pass=FWD, hidden=32, datatype=bfloat16, num_topk=1): inputs.tokens has 7 rows, but the routing uses \
          row 7: rule";
@@ -627,7 +642,7 @@ fn passed(rank: usize, output: &Output) -> String {
 fn provoke(rule: Rule) {
     let provocation = find(rule);
     // Where the work cannot go on, the policy makes no difference.
-    let policies: &[&str] = if rule.goes_on() { &["error", "warn", "off"] } else { &["error", "off"] };
+    let policies: &[&str] = if rule.recoverable() { &["error", "warn", "off"] } else { &["error", "off"] };
     for policy in policies {
         let id = unique_id();
         let ranks = 0..provocation.ranks;
@@ -637,7 +652,7 @@ fn provoke(rule: Rule) {
         let errors: Vec<String> = outputs.iter().enumerate().map(|(rank, output)| passed(rank, output)).collect();
         let start = format!("nvte_ep_host: rank 0, {}", provocation.found);
         let found = errors[0].lines().find(|line| line.starts_with(&start));
-        if *policy == "off" && rule.goes_on() {
+        if *policy == "off" && rule.recoverable() {
             let silent = !errors.iter().any(|error| error.contains(": rule "));
             assert!(silent, "{}: {policy}: {errors:?}", rule.name());
         } else {
@@ -660,7 +675,7 @@ fn provoked() {
     let rank = join_as_process();
     (find(rule).run)(&rank, policy);
     if rank.rank == 0 {
-        let counted = !rule.goes_on() || policy != Policy::Off;
+        let counted = !rule.recoverable() || policy != Policy::Off;
         assert_eq!(reports(rule) > 0, counted, "{} reports", reports(rule));
         // SAFETY: null means all.
         let all = unsafe { nvte_ep_host_check_reports(ptr::null()) };
@@ -689,8 +704,7 @@ fn the_document_lists_the_rules() {
     let rules: Vec<String> = Rule::ALL
         .iter()
         .map(|rule| {
-            let after = if rule.goes_on() { "goes on" } else { "is an error" };
-            format!("| `{}` | {} | {} | {after} |", rule.name(), rule.sentence(), rule.on_gpu())
+            format!("| `{}` | {} | {} | {} |", rule.name(), rule.sentence(), rule.on_gpu(), rule.severity())
         })
         .collect();
     assert_eq!(listed, rules, "write this table:\n{}", rules.join("\n"));
@@ -791,6 +805,94 @@ fn uneven_replays() {
     assert_eq!(stream_code(rank.stream), cudaErrorLaunchFailure);
     assert_eq!((reports(Rule::ReplayCount), reports(Rule::CallOrder)), (1, 0));
     bench.forget();
+}
+
+/// Both ranks prepare two handles; rank 1 uses them in the other order. All counts agree, so only the routings tell.
+#[test]
+fn ranks_that_use_different_prepares_are_told() {
+    for call in ["dispatch", "combine"] {
+        let id = hex(&unique_id());
+        let ranks: Vec<Child> = (0..2)
+            .map(|rank| spawn_rank_with("crossed_prepares", &id, rank, 2, 60_000, &[(RULE, call)]))
+            .collect();
+        let outputs: Vec<Output> = ranks.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+        let errors: Vec<String> = outputs.iter().enumerate().map(|(rank, output)| passed(rank, output)).collect();
+        let words = "num_topk=1) with the routing of operation 1, rank 1 entered ncclEp";
+        assert!(errors[0].contains(words), "{call}: {}", errors[0]);
+        assert!(errors[0].contains("num_topk=1) with the routing of operation 2: rule call-order: "), "{}", errors[0]);
+    }
+}
+
+#[test]
+#[ignore = "run by ranks_that_use_different_prepares_are_told"]
+fn crossed_prepares() {
+    let rank = join_as_process();
+    let first = Bench::new(&rank);
+    let mut second = TestHandle::new(&rank, first.group, 1, 1);
+    nccl_ok(first.update());
+    let mut topk = Desc::of(&first.topk, ncclInt64, &[TOKENS, 1]);
+    // SAFETY: the descriptor is ours and valid.
+    nccl_ok(unsafe { ncclEpUpdateHandle(second.handle, topk.ptr(), ptr::null(), rank.stream) });
+    let mut first = first;
+    if rank.rank == 1 {
+        std::mem::swap(&mut first.handle, &mut second);
+    }
+    nccl_ok(if std::env::var(RULE).unwrap() == "dispatch" { first.dispatch() } else { first.combine() });
+    assert_eq!(stream_code(rank.stream), cudaErrorLaunchFailure);
+    assert_eq!(reports(Rule::CallOrder), 1);
+    std::mem::forget(second);
+    first.forget();
+}
+
+/// What keeps a routing, or comes back to one that was dispatched, is no breach.
+#[test]
+fn routings_that_come_back_are_no_breach() {
+    run_ranks(2, |rank| {
+        let bench = Bench::new(rank);
+        let prepare = |first: i64| {
+            let topk: Vec<i64> = (0..TOKENS as i64).map(|token| (first + token) % 4).collect();
+            bench.topk.set(&topk);
+            nccl_ok(bench.update());
+        };
+        // A combine over rows that no dispatch brought, a step, and one whose activations are computed again.
+        prepare(0);
+        nccl_ok(bench.combine());
+        for _ in 0..2 {
+            prepare(0);
+            nccl_ok(bench.dispatch());
+        }
+        prepare(0);
+        nccl_ok(bench.combine());
+        // Micro-batches that prepare again for their gradients, in the order of 1F1B.
+        for micro in [1, 2, 3] {
+            prepare(micro);
+            forward(&bench);
+            nccl_ok(bench.combine());
+        }
+        for micro in [1, 2, 3] {
+            prepare(micro);
+            nccl_ok(bench.dispatch());
+        }
+        rank.sync();
+        let Bench { handle, group, .. } = bench;
+        handle.destroy();
+        rank.destroy_group(group);
+    });
+    assert_eq!((reports(Rule::RoutingChanged), reports(Rule::CallOrder)), (0, 0));
+}
+
+/// A dispatch forward.
+fn forward(bench: &Bench) {
+    let stream = bench.rank.stream;
+    let (own, there) = (Buffer::of(&[1f32; TOKENS], stream), Buffer::<f32>::new(ROWS, stream));
+    let (mut sent, mut received) = (bench.sent(), bench.received());
+    let mut own = Desc::of(&own, ncclFloat32, &[TOKENS, 1]);
+    let mut there = Desc::of(&there, ncclFloat32, &[ROWS]);
+    let inputs = ep_struct!(ncclEpDispatchInputs_t { tokens: sent.ptr(), topk_weights: own.ptr() });
+    let outputs = ep_struct!(ncclEpDispatchOutputs_t { tokens: received.ptr(), topk_weights: there.ptr() });
+    let (i, o) = (&raw const inputs, &raw const outputs);
+    // SAFETY: the structures are ours and valid.
+    nccl_ok(unsafe { ncclEpDispatch(bench.handle.handle, i, o, ptr::null(), ptr::null(), stream) });
 }
 
 #[test]
@@ -935,4 +1037,59 @@ fn unwritten_rows_that_nobody_reads_are_no_breach() {
         rank.destroy_group(group);
     });
     assert_eq!(reports(Rule::UnwrittenMemory), 0);
+}
+
+/// Rows that hold one byte over and over, whichever it is, are written.
+#[test]
+fn rows_of_any_byte_are_written() {
+    run_ranks(1, |rank| {
+        let bench = Bench::new(rank);
+        nccl_ok(bench.update());
+        for byte in 0..=255 {
+            let fresh = Buffer::<u16>::new(TOKENS * HIDDEN, rank.stream);
+            // SAFETY: the buffer has that many bytes.
+            ok(unsafe { cudaMemsetAsync(fresh.pointer.cast(), byte, TOKENS * HIDDEN * 2, rank.stream) });
+            nccl_ok(bench.dispatch_of(Desc::of(&fresh, ncclBfloat16, &[TOKENS, HIDDEN]), bench.received(), rank.stream));
+            rank.sync();
+        }
+        let Bench { handle, group, .. } = bench;
+        handle.destroy();
+        rank.destroy_group(group);
+    });
+    assert_eq!(reports(Rule::UnwrittenMemory), 0);
+}
+
+/// What tests of receive sizes do: in eager mode a dispatch of rows that nobody wrote, with the default policy, and the
+/// group's end after a wait of this rank alone.
+#[test]
+fn unwritten_rows_of_eager_mode_are_a_warning() {
+    let id = hex(&unique_id());
+    let ranks: Vec<Child> =
+        (0..2).map(|rank| spawn_rank_with("eager_rows", &id, rank, 2, 60_000, &[(POLICY_VARIABLE, "")])).collect();
+    let outputs: Vec<Output> = ranks.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+    for (rank, output) in outputs.iter().enumerate() {
+        let error = passed(rank, output);
+        let words = format!("rank {rank}, ncclEpDispatch: inputs.tokens: row 0 is read, but nobody has written it: rule");
+        assert!(error.contains(&words), "{error}");
+    }
+}
+
+#[test]
+#[ignore = "run by unwritten_rows_of_eager_mode_are_a_warning"]
+fn eager_rows() {
+    let rank = join_as_process();
+    let bench = Bench::with(&rank, |config| {
+        config.max_recv_tokens_per_rank = 0;
+        config.num_topk = 1;
+    });
+    nccl_ok(bench.update());
+    let fresh = Buffer::<u16>::new(TOKENS * HIDDEN, rank.stream);
+    nccl_ok(bench.dispatch_of(Desc::of(&fresh, ncclBfloat16, &[TOKENS, HIDDEN]), bench.received(), rank.stream));
+    rank.sync();
+    assert_eq!(reports(Rule::UnwrittenMemory), 1);
+    let Bench { handle, group, .. } = bench;
+    handle.destroy();
+    rank.sync();
+    // SAFETY: no preconditions.
+    nccl_ok(unsafe { ncclEpGroupDestroy(group) });
 }

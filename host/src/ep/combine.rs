@@ -16,6 +16,7 @@ use crate::ep::desc::{self, Place, Tensor, invalid};
 use crate::ep::dispatch::{check_limits, check_tokens};
 use crate::ep::group::Layout;
 use crate::ep::handle::{Arrivals, Handle};
+use crate::ep::routing_header::RoutingHeader;
 use crate::fault::{Fault, Outcome};
 use crate::memory::Span;
 use crate::stream::Stream;
@@ -173,6 +174,11 @@ impl Combine {
     fn run(&self, channel: &mut Channel) -> Outcome<()> {
         let arrivals = Arrivals::read(&self.handle, FUNCTION)?;
         self.check(&arrivals)?;
+        let mut header = RoutingHeader::read(&self.handle.memory);
+        let sound = header.combine(FUNCTION, self.weights.is_none());
+        header.write(&self.handle.memory);
+        sound?;
+        let what = header.name(&self.what);
         let (ranks, group) = (channel.ranks(), &self.handle.group);
         let memory = &self.handle.memory;
         let source_map = memory.read_i32(memory.layout.source_map, self.tokens * ranks);
@@ -190,7 +196,7 @@ impl Combine {
         let mut first = 0;
         loop {
             let range = first..(first + piece).min(group.max_tokens);
-            self.offer(channel, &arrivals, &token_map, range.clone())?;
+            self.offer(channel, &what, &arrivals, &token_map, range.clone())?;
             let offers = (0..ranks).map(|rank| channel.offer(rank)).collect::<Outcome<Vec<_>>>()?;
             let most = offers.iter().map(|offer| offer.args[1] as usize).max().unwrap_or(0);
             let partials: Vec<_> = offers.iter().map(|offer| self.partials(offer, channel.rank(), ranks)).collect();
@@ -321,7 +327,14 @@ impl Combine {
 
     /// Offers for each received token whose row number on its rank is in `range` its partial row, or with zero copy the
     /// number of the row that holds it, and behind them in BWD `top_k` pairs (expert, gradient) a token.
-    fn offer(&self, channel: &mut Channel, arrivals: &Arrivals, token_map: &[i32], range: Range<usize>) -> Outcome<()> {
+    fn offer(
+        &self,
+        channel: &mut Channel,
+        what: &str,
+        arrivals: &Arrivals,
+        token_map: &[i32],
+        range: Range<usize>,
+    ) -> Outcome<()> {
         let (ranks, top_k) = (channel.ranks(), self.handle.top_k);
         let blocks = token_map
             .chunks_exact(self.handle.group.max_tokens)
@@ -396,7 +409,7 @@ impl Combine {
                 pair[4..].copy_from_slice(gradient);
             }
         }
-        channel.exchange(&self.what, [arrivals.received as u64, self.tokens as u64, 0, 0], bytes)
+        channel.exchange(what, [arrivals.received as u64, self.tokens as u64, 0, 0], bytes)
     }
 
     /// The memory that the operation uses.

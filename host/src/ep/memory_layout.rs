@@ -10,6 +10,8 @@ const PART_ALIGNMENT: usize = 256;
 /// The other parts hold what kernels need between themselves; they are counted so that the size is that of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryLayout {
+    /// u64s: the routing header ([`crate::ep::routing_header`]).
+    pub header: usize,
     /// i32: unique tokens received.
     pub recv_count: usize,
     /// i32 `[max_tokens, ranks]`: index of the own token among those that each rank receives, or -1.
@@ -58,7 +60,8 @@ impl MemoryLayout {
             total += bytes.next_multiple_of(PART_ALIGNMENT);
             offset
         };
-        part(max_tokens.next_multiple_of(16));
+        // NCCL EP's kernels have a byte for each token here.
+        let header = part(max_tokens.next_multiple_of(16));
         let routing = part(capacity * local_experts);
         let recv_count = part(4);
         let sent = part(max_tokens * 4 * if rows == Rows::Duplicates { top_k } else { ranks });
@@ -86,7 +89,7 @@ impl MemoryLayout {
                 source_map = sent;
             }
         }
-        Self { recv_count, source_map, topk, counts, bases, slots, token_map, total }
+        Self { header, recv_count, source_map, topk, counts, bases, slots, token_map, total }
     }
 }
 

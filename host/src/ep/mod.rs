@@ -7,4 +7,5 @@ pub mod group;
 pub mod handle;
 pub mod memory_layout;
 pub mod routing;
+pub mod routing_header;
 pub mod update;

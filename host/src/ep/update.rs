@@ -11,6 +11,7 @@ use crate::ep::group::Layout;
 use crate::ep::handle::{Handle, read_indices};
 use crate::ep::memory_layout::Slots;
 use crate::ep::routing::{Routing, Shape, route, route_duplicates};
+use crate::ep::routing_header::{self, RoutingHeader};
 use crate::fault::{Fault, Outcome};
 use crate::memory::Span;
 use crate::stream::Stream;
@@ -131,6 +132,7 @@ impl Update {
                 Ok(rows.iter().map(|value| i32::from_ne_bytes(*value)).collect())
             })
             .collect::<Outcome<Vec<Vec<i32>>>>()?;
+        let number = channel.operation();
         let flat = self.handle.layout == Layout::Flat;
         let shape = Shape {
             ranks: channel.ranks(),
@@ -156,6 +158,9 @@ impl Update {
             Fault::both(cudaErrorLaunchFailure, ncclUnhandledCudaError, text).breaks(Rule::ReceiveOverflow)
         })?;
         self.keep(&routing);
+        let mut header = RoutingHeader::read(&self.handle.memory);
+        header.update(number, routing_header::digest(top_k, &indices));
+        header.write(&self.handle.memory);
         self.publish(&routing, &shape);
         Ok(())
     }
