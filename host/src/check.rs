@@ -50,6 +50,8 @@ pub enum OnGpu {
     SilentlyWrong,
     /// The call fails, and what was being captured is lost.
     CaptureLost,
+    /// The call fails.
+    Refused,
 }
 
 impl fmt::Display for OnGpu {
@@ -61,6 +63,7 @@ impl fmt::Display for OnGpu {
             Self::Corrupt => "corrupt memory",
             Self::SilentlyWrong => "silently wrong",
             Self::CaptureLost => "capture lost",
+            Self::Refused => "refused",
         })
     }
 }
@@ -128,6 +131,9 @@ macro_rules! rules {
 
 rules! {
     ConfigDiffers "config-differs" Hang Error "all ranks give the same number of ranks and the same configuration";
+    UniqueId "unique-id" Hang Error "a unique id makes one communicator, with each rank once";
+    RankDevice "rank-device" Refused Error "the ranks of a communicator are on different devices";
+    InsideGroup "inside-group" Hang Error "EP groups are created, and handles updated, outside ncclGroupStart and ncclGroupEnd";
     CallOrder "call-order" Hang Error "all ranks enter the same calls in the same order, with arguments that agree";
     MissingRank "missing-rank" Hang Error "every rank takes part in every collective call";
     ReplayCount "replay-count" Hang Error "all ranks replay a captured graph equally often";

@@ -9,12 +9,9 @@ use nvte_ep_bindings::*;
 use parking_lot::Mutex;
 
 use crate::fault::{self, Fault, Outcome};
+use crate::settings;
 use crate::stream::{Kind, Stream};
-use crate::sys;
 
-/// Environment variable with the number of devices that a process sees (default 1). Several are for programs whose
-/// ranks are threads: one device each, as with GPUs.
-pub const DEVICES_VARIABLE: &str = "NVTE_EP_HOST_DEVICES";
 /// Name of every device.
 pub const NAME: &str = "nvte-ep host device";
 /// CUDA version that the driver and the runtime report.
@@ -45,8 +42,7 @@ pub struct Sticky {
 }
 
 static DEVICES: LazyLock<Box<[Device]>> = LazyLock::new(|| {
-    let count = i32::try_from(sys::positive_from_environment(DEVICES_VARIABLE, 1)).unwrap_or(i32::MAX).min(1024);
-    (0..count)
+    (0..settings::devices())
         .map(|ordinal| Device {
             ordinal,
             streams: Mutex::default(),

@@ -9,23 +9,27 @@
 //! | [`graph`] | stream capture, graphs and their replay |
 //! | [`memory`], [`copy`] | tracked device and pinned memory; copies and fills |
 //! | [`channel`], [`sys`] | how ranks meet and exchange data through shared memory |
-//! | [`comm`], [`dtype`] | communicators, windows, collectives; element types |
+//! | [`line`], [`batch`] | operations one behind the other; what a group of calls holds back |
+//! | [`comm`], [`windows`], [`collectives`], [`dtype`] | communicators, their memory and work; element types |
 //! | [`ep`] | EP groups, handles, routing, dispatch and combine |
 //! | [`fault`], [`errors`], [`stats`] | errors, their names, counters |
 //! | [`float`] | the floating-point environment of work |
 //! | [`check`], [`order`] | the contract checker: its rules; what a stream comes behind |
+//! | [`settings`] | the environment's numbers |
 //! | [`inject`] | faults that a test asks for |
 //! | [`kernels`] | the kernels that can be launched |
 //!
 //! Ranks are processes of one machine, or threads of one process with a device each
-//! (see [`device::DEVICES_VARIABLE`]).
+//! (see [`settings::DEVICES_VARIABLE`]).
 //!
 //! Of duplicate experts in a row of `topk_idx` the last one's weight counts.
 
 #![allow(non_upper_case_globals, reason = "constants of the C interfaces in patterns")]
 
+pub mod batch;
 pub mod channel;
 pub mod check;
+pub mod collectives;
 pub mod comm;
 pub mod copy;
 pub mod device;
@@ -37,9 +41,12 @@ pub mod float;
 pub mod graph;
 pub mod inject;
 pub mod kernels;
+pub mod line;
 pub mod memory;
 pub mod order;
+pub mod settings;
 pub mod stats;
 pub mod stream;
 pub mod surface;
 pub mod sys;
+pub mod windows;

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 
 use crate::check::Rule;
 use crate::fault::{Fault, Outcome};
-use crate::sys::{self, Mapping};
+use crate::sys::{self, FileId, Mapping};
 
 /// Every second byte of fresh device memory; see [`Allocation::poison`].
 pub const POISON: u8 = 0xCB;
@@ -217,9 +217,11 @@ fn allocate_shared(bytes: usize) -> Outcome<NonNull<u8>> {
     NonNull::new(base).ok_or_else(|| failed(std::io::Error::other("mapped at address zero")))
 }
 
-/// Descriptor number, in this process, of the file behind an `ncclMemAlloc` allocation that starts at `base`.
-pub fn shared_file(base: usize) -> Option<u32> {
-    SHARED.lock().get(&base).map(|shared| shared.fd.as_raw_fd() as u32)
+/// Descriptor number in this process, and the file behind it, of an `ncclMemAlloc` allocation that starts at `base`.
+pub fn shared_file(base: usize) -> Option<(u32, FileId)> {
+    let shared = SHARED.lock();
+    let fd = &shared.get(&base)?.fd;
+    Some((fd.as_raw_fd() as u32, FileId::of(fd.as_fd()).ok()?))
 }
 
 /// Stops tracking the allocation that starts at `address`; the caller then owns the memory and calls [`release`].

@@ -97,15 +97,61 @@ pub fn reserve(fd: BorrowedFd<'_>, len: usize) -> io::Result<()> {
     }
 }
 
-/// Opens descriptor `fd` of process `pid`, which has to belong to the same user.
-pub fn open_fd_of(pid: u32, fd: u32) -> io::Result<OwnedFd> {
+/// Which file a descriptor is open on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FileId {
+    /// Its file system.
+    pub device: u64,
+    /// Its number there.
+    pub inode: u64,
+}
+
+impl FileId {
+    /// The file behind a descriptor.
+    pub fn of(fd: BorrowedFd<'_>) -> io::Result<Self> {
+        Ok(Self::from(&File::from(fd.try_clone_to_owned()?).metadata()?))
+    }
+
+    fn from(metadata: &std::fs::Metadata) -> Self {
+        use std::os::unix::fs::MetadataExt;
+        Self { device: metadata.dev(), inode: metadata.ino() }
+    }
+}
+
+/// Opens descriptor `fd` of process `pid`, which has to belong to the same user and to be open on the file `id`: a process of
+/// another namespace with the same number has other files, which are not ours to open.
+pub fn open_fd_of(pid: u32, fd: u32, id: FileId) -> io::Result<OwnedFd> {
     let path = format!("/proc/{pid}/fd/{fd}");
-    File::options()
-        .read(true)
-        .write(true)
-        .open(&path)
-        .map(OwnedFd::from)
-        .map_err(|error| io::Error::new(error.kind(), format!("{path}: {error}")))
+    let expect = |found: &std::fs::Metadata| match FileId::from(found) == id {
+        true => Ok(()),
+        false => Err(io::Error::other("it is another file than the rank offered")),
+    };
+    let open = || {
+        expect(&std::fs::metadata(&path)?)?;
+        let file = File::options().read(true).write(true).open(&path)?;
+        expect(&file.metadata()?)?;
+        Ok(OwnedFd::from(file))
+    };
+    open().map_err(|error: io::Error| io::Error::new(error.kind(), format!("{path}: {error}")))
+}
+
+/// The PID namespace of this process, or 0 where it cannot be told.
+pub fn pid_namespace() -> u64 {
+    std::fs::metadata("/proc/self/ns/pid").map_or(0, |metadata| FileId::from(&metadata).inode)
+}
+
+/// Bytes that a folder's file system has room for.
+pub fn free_space(folder: &std::path::Path) -> u64 {
+    use std::os::unix::ffi::OsStrExt;
+    let Ok(path) = CString::new(folder.as_os_str().as_bytes()) else { return 0 };
+    let mut found = std::mem::MaybeUninit::<libc::statvfs>::uninit();
+    // SAFETY: path is a C string that lives through the call, and the result is ours.
+    if unsafe { libc::statvfs(path.as_ptr(), found.as_mut_ptr()) } != 0 {
+        return 0;
+    }
+    // SAFETY: filled by the call that succeeded.
+    let found = unsafe { found.assume_init() };
+    found.f_bavail.saturating_mul(found.f_frsize)
 }
 
 /// Sleeps until `word` no longer holds `expected`, somebody wakes it, or `timeout` passed.
@@ -184,17 +230,4 @@ pub fn memory_info() -> (usize, usize) {
             .map_or(0, |kib| kib * 1024)
     };
     (field("MemAvailable"), field("MemTotal"))
-}
-
-/// A positive number from the environment. What is none is read as `default` and said so on stderr, since there is no caller
-/// who could be told in another way.
-pub fn positive_from_environment(name: &str, default: u64) -> u64 {
-    use std::io::Write;
-    let Some(value) = std::env::var_os(name).filter(|value| !value.is_empty()) else { return default };
-    let parsed = value.to_str().and_then(|text| text.trim().parse().ok()).filter(|number| *number > 0);
-    parsed.unwrap_or_else(|| {
-        let _ =
-            writeln!(std::io::stderr(), "nvte_ep_host: {name} takes a positive number; {value:?} is read as {default}");
-        default
-    })
 }

@@ -175,6 +175,57 @@ fn config_differs(rank: &Rank, _: Policy) {
     assert_eq!(rank.create_group(&config).unwrap_err().0, ncclInvalidArgument);
 }
 
+fn unique_id_again(_: &Rank, _: Policy) {
+    let id = unique_id();
+    let join = || {
+        let mut comm = ptr::null_mut();
+        // SAFETY: the result pointer is ours.
+        (unsafe { ncclCommInitRank(&raw mut comm, 1, id, 0) }, comm)
+    };
+    let (code, first) = join();
+    nccl_ok(code);
+    assert_eq!(join().0, ncclInvalidUsage);
+    // SAFETY: no preconditions.
+    nccl_ok(unsafe { ncclCommDestroy(first) });
+    assert_eq!(join().0, ncclInvalidUsage);
+}
+
+fn rank_device(_: &Rank, _: Policy) {
+    let id = unique_id();
+    let codes: Vec<u32> = std::thread::scope(|scope| {
+        let join = |rank| {
+            // SAFETY: no preconditions.
+            ok(unsafe { cudaSetDevice(0) });
+            let mut comm = ptr::null_mut();
+            // SAFETY: the result pointer is ours.
+            unsafe { ncclCommInitRank(&raw mut comm, 2, id, rank) }
+        };
+        let ranks = [0, 1].map(|rank| scope.spawn(move || join(rank)));
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    // Each finds it, or learns it from the other.
+    assert!(codes.iter().all(|code| [ncclInvalidUsage, ncclRemoteError].contains(code)), "{codes:?}");
+}
+
+fn inside_group(rank: &Rank, _: Policy) {
+    let bench = Bench::new(rank);
+    // SAFETY: no preconditions.
+    nccl_ok(unsafe { ncclGroupStart() });
+    let config = group_config(4, TOKENS, ROWS, 64);
+    assert_eq!(rank.create_group(&config).unwrap_err().0, ncclInvalidUsage);
+    let first = last_report();
+    assert!(
+        first.starts_with("rank 0, ncclEpCreateGroup: called between ncclGroupStart and ncclGroupEnd: "),
+        "{first}"
+    );
+    assert_eq!(bench.update(), ncclInvalidUsage);
+    // SAFETY: no preconditions.
+    nccl_ok(unsafe { ncclGroupEnd() });
+    nccl_ok(bench.update());
+    rank.sync();
+    assert_eq!(bench.received_total(), 8);
+}
+
 fn call_order(rank: &Rank, _: Policy) {
     let bench = Bench::new(rank);
     nccl_ok(bench.update());
@@ -577,10 +628,15 @@ macro_rules! provocations {
 provocations! {
     config_differs ConfigDiffers 2
         "ncclEpCreateGroup: num_topk differs between ranks: rank 1 has 2, the others have 1: rule";
+    unique_id_again UniqueId 1 "ncclCommInitRank: commId made a communicator before, with rank 0 in this process: call ";
+    rank_device RankDevice 1
+        "ncclCommInitRank: communicator of 2 ranks: ranks 0 and 1 are both on device 0 of their process: call cudaSetDevice";
+    inside_group InsideGroup 1
+        "ncclEpUpdateHandle: called between ncclGroupStart and ncclGroupEnd: call it before or after the group: rule";
     call_order CallOrder 2
         "EP group of 2 ranks: ranks disagree at operation 2: rank 0 entered ncclEpDispatch(pass=BWD, hidden=32, datatype=";
     missing_rank MissingRank 2
-        "EP group of 2 ranks: ncclEpUpdateHandle(num_topk=1), operation 1: rank 1 did not arrive within 2500 ms: rule";
+        "EP group of 2 ranks: ncclEpUpdateHandle(num_topk=1), operation 1: rank 1 did not arrive within 2500 ms (NVTE_EP_HOST_TIMEOUT_MS): rule";
     replay_count ReplayCount 2
         "EP group of 2 ranks: ncclEpUpdateHandle(num_topk=1), operation 2 in replay 2 of its graph: rank 1 did not arrive";
     argument_value ArgumentValue 1 "ncclEpCreateGroup: overflow_policy 7 is unknown: rule";
@@ -703,9 +759,7 @@ fn the_document_lists_the_rules() {
         .collect();
     let rules: Vec<String> = Rule::ALL
         .iter()
-        .map(|rule| {
-            format!("| `{}` | {} | {} | {} |", rule.name(), rule.sentence(), rule.on_gpu(), rule.severity())
-        })
+        .map(|rule| format!("| `{}` | {} | {} | {} |", rule.name(), rule.sentence(), rule.on_gpu(), rule.severity()))
         .collect();
     assert_eq!(listed, rules, "write this table:\n{}", rules.join("\n"));
 }
@@ -812,9 +866,8 @@ fn uneven_replays() {
 fn ranks_that_use_different_prepares_are_told() {
     for call in ["dispatch", "combine"] {
         let id = hex(&unique_id());
-        let ranks: Vec<Child> = (0..2)
-            .map(|rank| spawn_rank_with("crossed_prepares", &id, rank, 2, 60_000, &[(RULE, call)]))
-            .collect();
+        let ranks: Vec<Child> =
+            (0..2).map(|rank| spawn_rank_with("crossed_prepares", &id, rank, 2, 60_000, &[(RULE, call)])).collect();
         let outputs: Vec<Output> = ranks.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
         let errors: Vec<String> = outputs.iter().enumerate().map(|(rank, output)| passed(rank, output)).collect();
         let words = "num_topk=1) with the routing of operation 1, rank 1 entered ncclEp";
@@ -1049,7 +1102,11 @@ fn rows_of_any_byte_are_written() {
             let fresh = Buffer::<u16>::new(TOKENS * HIDDEN, rank.stream);
             // SAFETY: the buffer has that many bytes.
             ok(unsafe { cudaMemsetAsync(fresh.pointer.cast(), byte, TOKENS * HIDDEN * 2, rank.stream) });
-            nccl_ok(bench.dispatch_of(Desc::of(&fresh, ncclBfloat16, &[TOKENS, HIDDEN]), bench.received(), rank.stream));
+            nccl_ok(bench.dispatch_of(
+                Desc::of(&fresh, ncclBfloat16, &[TOKENS, HIDDEN]),
+                bench.received(),
+                rank.stream,
+            ));
             rank.sync();
         }
         let Bench { handle, group, .. } = bench;
@@ -1069,7 +1126,8 @@ fn unwritten_rows_of_eager_mode_are_a_warning() {
     let outputs: Vec<Output> = ranks.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
     for (rank, output) in outputs.iter().enumerate() {
         let error = passed(rank, output);
-        let words = format!("rank {rank}, ncclEpDispatch: inputs.tokens: row 0 is read, but nobody has written it: rule");
+        let words =
+            format!("rank {rank}, ncclEpDispatch: inputs.tokens: row 0 is read, but nobody has written it: rule");
         assert!(error.contains(&words), "{error}");
     }
 }

@@ -93,10 +93,13 @@ fn reductions() {
 #[test]
 fn a_group_creates_several_communicators_from_one_thread() {
     let id = unique_id();
+    let first = take_devices(3);
     let mut comms = [ptr::null_mut(); 3];
     // SAFETY: no preconditions.
     nccl_ok(unsafe { ncclGroupStart() });
     for (rank, comm) in comms.iter_mut().enumerate() {
+        // SAFETY: no preconditions.
+        ok(unsafe { cudaSetDevice(first + rank as i32) });
         // SAFETY: the result pointers live beyond the end of the group.
         nccl_ok(unsafe { ncclCommInitRank(&raw mut *comm, 3, id, rank as i32) });
     }
@@ -121,10 +124,13 @@ fn a_group_creates_several_communicators_from_one_thread() {
 #[test]
 fn a_group_registers_windows_of_several_communicators_from_one_thread() {
     let id = unique_id();
+    let first = take_devices(2);
     let mut comms = [ptr::null_mut(); 2];
     // SAFETY: no preconditions.
     nccl_ok(unsafe { ncclGroupStart() });
     for (rank, comm) in comms.iter_mut().enumerate() {
+        // SAFETY: no preconditions.
+        ok(unsafe { cudaSetDevice(first + rank as i32) });
         // SAFETY: the result pointers live beyond the end of the group.
         nccl_ok(unsafe { ncclCommInitRank(&raw mut *comm, 2, id, rank as i32) });
     }
@@ -152,6 +158,56 @@ fn a_group_registers_windows_of_several_communicators_from_one_thread() {
     }
     // SAFETY: nobody uses the memory any more.
     nccl_ok(unsafe { ncclMemFree(memory) });
+}
+
+/// What is called in a group is done when the group ends, the outermost one: collectives in their order, then the transfers.
+#[test]
+fn work_of_a_group_waits_for_its_end() {
+    run_ranks(2, |rank| {
+        let (sum, all) = (Buffer::of(&[rank.rank as i32 + 1; 4], rank.stream), Buffer::of(&[-1i32; 8], rank.stream));
+        let there = Buffer::of(&[-1i32; 4], rank.stream);
+        let (data, peer) = (sum.pointer.cast::<std::ffi::c_void>(), 1 - rank.rank as i32);
+        // SAFETY: no preconditions.
+        nccl_ok(unsafe { ncclGroupStart() });
+        // SAFETY: the buffers have as many elements as is said.
+        nccl_ok(unsafe { ncclSend(data, 4, ncclInt32, peer, rank.comm, rank.stream) });
+        // SAFETY: as above.
+        nccl_ok(unsafe { ncclRecv(there.pointer.cast(), 4, ncclInt32, peer, rank.comm, rank.stream) });
+        // SAFETY: no preconditions.
+        nccl_ok(unsafe { ncclGroupStart() });
+        // SAFETY: as above.
+        nccl_ok(unsafe { ncclAllReduce(data, data, 4, ncclInt32, ncclSum, rank.comm, rank.stream) });
+        // SAFETY: no preconditions.
+        nccl_ok(unsafe { ncclGroupEnd() });
+        // SAFETY: as above.
+        nccl_ok(unsafe { ncclAllGather(data, all.pointer.cast(), 4, ncclInt32, rank.comm, rank.stream) });
+        // An argument is judged at the call.
+        // SAFETY: refused.
+        assert_eq!(unsafe { ncclAllReduce(data, data, 4, 99, ncclSum, rank.comm, rank.stream) }, ncclInvalidArgument);
+        rank.sync();
+        assert_eq!((sum.get(), all.get(), there.get()), (vec![rank.rank as i32 + 1; 4], vec![-1; 8], vec![-1; 4]));
+        // SAFETY: the buffers are still there.
+        nccl_ok(unsafe { ncclGroupEnd() });
+        assert_eq!((sum.get(), all.get(), there.get()), (vec![3; 4], vec![3; 8], vec![3; 4]));
+    });
+}
+
+#[test]
+fn ranks_share_a_device_where_nccl_lets_them() {
+    let id = hex(&unique_id());
+    let child = spawn_rank_with("two_ranks_on_a_device", &id, 0, 2, 60_000, &[("NCCL_MULTI_RANK_GPU_ENABLE", "1")]);
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+#[ignore = "run by ranks_share_a_device_where_nccl_lets_them"]
+fn two_ranks_on_a_device() {
+    let id = unique_id();
+    std::thread::scope(|scope| {
+        let ranks = [0, 1].map(|rank| scope.spawn(move || Rank::join(id, rank, 2, 0).leave()));
+        ranks.into_iter().for_each(|rank| rank.join().unwrap());
+    });
 }
 
 /// Two callers with these (rank, ranks) meet; gives their results.

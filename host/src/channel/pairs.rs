@@ -14,12 +14,15 @@ use nvte_ep_bindings::{
     cudaErrorLaunchFailure, cudaErrorLaunchTimeout, ncclDataType_t, ncclInvalidUsage, ncclRemoteError, ncclSystemError,
 };
 
-use super::{Channel, LIVENESS_PERIOD, PIECE_BYTES, Staging, name_ranks, system};
+use super::control::system;
+use super::staging::Staging;
+use super::{Channel, LIVENESS_PERIOD, PIECE_BYTES, name_ranks};
 use crate::check::Rule;
 use crate::dtype;
 use crate::fault::{Fault, Outcome};
 use crate::memory::Span;
-use crate::sys::{self, Mapping};
+use crate::settings;
+use crate::sys::{self, FileId, Mapping};
 
 /// The two ends of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,7 +61,9 @@ struct Slot {
     /// Descriptor number, in the sender's process, of the pair's file, and bytes in it.
     file: AtomicU32,
     capacity: AtomicU64,
-    reserved: [AtomicU64; 3],
+    /// Which file that is.
+    file_id: [AtomicU64; 2],
+    reserved: AtomicU64,
 }
 
 /// A mapped outbox.
@@ -176,14 +181,15 @@ impl Channel {
         let now = Instant::now();
         if now >= since + self.timeout {
             let ranks = name_ranks(missing);
-            let text = format!("{what}: {ranks} did not come to meet it within {} ms", self.timeout.as_millis());
+            let limit = settings::name_timeout(self.timeout);
+            let text = format!("{what}: {ranks} did not come to meet it within {limit}");
             let fault = Fault::both(cudaErrorLaunchTimeout, ncclSystemError, text).breaks(Rule::MissingRank);
             return Err(self.end(fault));
         }
         if now >= *next_look {
             *next_look = now + LIVENESS_PERIOD;
             if let Some(dead) = missing.iter().find(|rank| self.is_dead(**rank)) {
-                let pid = self.control.seats()[*dead].pid.load(Ordering::Relaxed);
+                let pid = self.control.members()[*dead].pid.load(Ordering::Relaxed);
                 let text = format!("{what}: the process of rank {dead} (pid {pid}) has ended");
                 let fault = Fault::both(cudaErrorLaunchFailure, ncclRemoteError, text).breaks(Rule::MissingRank);
                 return Err(self.end(fault));
@@ -203,8 +209,8 @@ impl Channel {
             Ok((fd, slots))
         });
         let (fd, slots) = made.map_err(|error| system("cannot create an outbox", &error))?;
-        // Zero means that there is none.
-        self.control.seats()[self.rank].outbox.store(fd.as_raw_fd() as u32 + 1, Ordering::SeqCst);
+        let offered = self.control.members()[self.rank].outbox.offer(&fd);
+        offered.map_err(|error| system("cannot offer an outbox", &error))?;
         self.pairs.own = Some((fd, slots));
         Ok(())
     }
@@ -234,7 +240,10 @@ impl Channel {
         }
         slot.count.store(transfer.count as u64, Ordering::Relaxed);
         slot.datatype.store(transfer.datatype, Ordering::Relaxed);
+        let id = FileId::of(file.fd.as_fd()).map_err(|error| system("cannot offer a message", &error))?;
         slot.file.store(file.fd.as_raw_fd() as u32, Ordering::Relaxed);
+        slot.file_id[0].store(id.device, Ordering::Relaxed);
+        slot.file_id[1].store(id.inode, Ordering::Relaxed);
         slot.capacity.store(file.capacity() as u64, Ordering::Relaxed);
         slot.sent.store(sent + 1, Ordering::SeqCst);
         progress.bytes += length;
@@ -246,16 +255,16 @@ impl Channel {
     fn advance_receive(&mut self, progress: &mut Progress<'_>) -> Outcome<bool> {
         let transfer = progress.transfer;
         let ranks = self.ranks();
-        let seat = &self.control.seats()[transfer.peer];
-        let Some(outbox) = seat.outbox.load(Ordering::SeqCst).checked_sub(1) else { return Ok(false) };
-        let pid = seat.pid.load(Ordering::Relaxed);
+        let member = &self.control.members()[transfer.peer];
+        let Some((outbox, id)) = member.outbox.get() else { return Ok(false) };
+        let pid = member.pid.load(Ordering::Relaxed);
         let cannot = |error: std::io::Error| {
             system(&format!("{}: cannot open what rank {} sends", self.label, transfer.peer), &error)
         };
         let source = match self.pairs.sources.entry(transfer.peer) {
             std::collections::hash_map::Entry::Occupied(there) => there.into_mut(),
             std::collections::hash_map::Entry::Vacant(place) => {
-                let slots = sys::open_fd_of(pid, outbox).and_then(|fd| Slots::map(&fd, ranks)).map_err(cannot)?;
+                let slots = sys::open_fd_of(pid, outbox, id).and_then(|fd| Slots::map(&fd, ranks)).map_err(cannot)?;
                 place.insert(Source { slots, file: None })
             }
         };
@@ -282,7 +291,10 @@ impl Channel {
         if length > 0 && source.file.as_ref().is_none_or(|(_, map)| map.byte_len() < capacity) {
             let opened = match source.file.take() {
                 Some((fd, _)) => Ok(fd),
-                None => sys::open_fd_of(pid, slot.file.load(Ordering::Relaxed)),
+                None => {
+                    let [device, inode] = [0, 1].map(|word| slot.file_id[word].load(Ordering::Relaxed));
+                    sys::open_fd_of(pid, slot.file.load(Ordering::Relaxed), FileId { device, inode })
+                }
             };
             let mapped = opened.and_then(|fd| Mapping::shared(fd.as_fd(), capacity).map(|map| (fd, map)));
             source.file = Some(mapped.map_err(cannot)?);

@@ -9,10 +9,11 @@ use nvte_ep_bindings::*;
 use parking_lot::Mutex;
 
 use crate::check::{self, Rule};
-use crate::comm::{Comm, Window};
+use crate::comm::Comm;
 use crate::dtype;
 use crate::fault::{Fault, Outcome};
 use crate::memory::Span;
+use crate::windows::Window;
 
 /// `magic` of a descriptor from `ncclEpTensorAlloc`.
 const ALLOCATED_MAGIC: u32 = 0xBEEF_BEEF;
@@ -260,7 +261,8 @@ impl Tensor {
         let data: *mut c_void = if bytes == 0 || !descriptor.data.is_null() {
             descriptor.data
         } else if !descriptor.win_hdl.is_null() {
-            comm.window_address(descriptor.win_hdl, descriptor.win_offset, bytes)
+            comm.windows
+                .address(descriptor.win_hdl, descriptor.win_offset, bytes)
                 .map_err(|fault| about(&name, fault))?
         } else {
             return Err(invalid(format!("{name}: neither data nor a window is given for shape {shape:?}")));
@@ -336,12 +338,12 @@ impl Tensor {
             return Err(self.wrong("must lie in a window, as the group's zero_copy is ON").breaks(Rule::WindowMissing));
         };
         let about = |fault| about(&self.name, fault);
-        let window = comm.window(handle).map_err(about)?;
+        let window = comm.windows.get(handle).map_err(about)?;
         let number = window.number().ok_or_else(|| {
             self.wrong("lies in a window that was registered without NCCL_WIN_COLL_SYMMETRIC, out of the peers' reach")
                 .breaks(Rule::WindowMissing)
         })?;
-        let address = comm.window_address(handle as ncclWindow_t, offset, self.span.byte_len()).map_err(about)?;
+        let address = comm.windows.address(handle as ncclWindow_t, offset, self.span.byte_len()).map_err(about)?;
         if !self.is_empty() && self.span.address() != address as usize {
             let text = format!("has data at {:#x}, but its window offset is {address:p}", self.span.address());
             return Err(self.wrong(text).breaks(Rule::WindowBounds));

@@ -330,13 +330,7 @@ impl Dispatch {
     }
 
     /// In eager mode programs dispatch whatever a buffer holds to learn what they receive, which harms nothing.
-    fn judge_rows(
-        &self,
-        name: &str,
-        span: &Span,
-        row_bytes: usize,
-        rows: impl Iterator<Item = usize>,
-    ) -> Outcome<()> {
+    fn judge_rows(&self, name: &str, span: &Span, row_bytes: usize, rows: impl Iterator<Item = usize>) -> Outcome<()> {
         if self.handle.group.eager {
             check::should_be_written(name, span, row_bytes, rows);
             return Ok(());

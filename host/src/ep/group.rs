@@ -9,15 +9,17 @@ use std::thread::ThreadId;
 use nvte_ep_bindings::*;
 use parking_lot::Mutex;
 
+use crate::batch;
 use crate::channel::name_ranks;
 use crate::check::{self, Rule};
-use crate::comm::{Comm, Line};
+use crate::comm::Comm;
 use crate::device::SM_COUNT;
 use crate::ep::desc::invalid;
 use crate::ep::handle::Handle;
 use crate::ep::memory_layout::{MemoryLayout, Rows};
 use crate::fault::{Fault, Outcome};
 use crate::graph;
+use crate::line::Line;
 use crate::stats;
 
 const FUNCTION: &str = "ncclEpCreateGroup";
@@ -200,6 +202,7 @@ fn forced_duplicates() -> Outcome<bool> {
 impl Group {
     /// `ncclEpCreateGroup`; collective over the communicator.
     pub fn create(comm: &Arc<Comm>, config: &ncclEpGroupConfig_t) -> Outcome<ncclEpGroup_t> {
+        batch::refuse(FUNCTION)?;
         graph::refuse_device_wait(comm.device, FUNCTION)?;
         check(config, comm.ranks)?;
         let zero_copy = config.zero_copy == NCCL_EP_ZERO_COPY_ON;

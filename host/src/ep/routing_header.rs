@@ -59,8 +59,7 @@ impl RoutingHeader {
     /// Writes the header.
     pub fn write(&self, memory: &HandleMemory) {
         let words = [MAGIC, self.number, self.digest].into_iter().chain(self.open).chain(self.early);
-        let words: Vec<i64> =
-            words.chain([self.dispatched]).chain(self.digests).map(u64::cast_signed).collect();
+        let words: Vec<i64> = words.chain([self.dispatched]).chain(self.digests).map(u64::cast_signed).collect();
         memory.write_i64(memory.layout.header, &words);
     }
 

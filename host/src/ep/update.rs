@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use nvte_ep_bindings::*;
 
+use crate::batch;
 use crate::channel::Channel;
 use crate::check::{self, Rule};
 use crate::ep::desc::{self, Tensor, invalid};
@@ -42,6 +43,7 @@ pub unsafe fn update(
     let handle = Handle::resolve(handle, FUNCTION)?;
     let group = Arc::clone(&handle.group);
     let _use = group.enter(FUNCTION)?;
+    batch::refuse(FUNCTION)?;
     // SAFETY: passed on to the caller.
     let info = unsafe { desc::read_optional(layout_info, FUNCTION) }?;
     // SAFETY: passed on to the caller.

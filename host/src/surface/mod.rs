@@ -15,11 +15,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use nvte_ep_bindings::*;
 
 use crate::check::{self, Call};
-use crate::comm;
 use crate::device::{self, Device};
 use crate::fault::{Fault, Outcome, contain, report};
 use crate::graph;
 use crate::inject;
+use crate::line;
+use crate::settings;
 use crate::stream;
 
 thread_local! {
@@ -104,7 +105,7 @@ fn nccl(work: impl FnOnce() -> Outcome<()>) -> ncclResult_t {
             if !is_sticky(&fault) {
                 report(&fault.text);
             }
-            comm::set_last_error(&fault.text);
+            line::set_last_error(&fault.text);
             fault.nccl
         }
     }
@@ -124,6 +125,12 @@ fn refuse_out_of_place() -> Outcome<()> {
         // SAFETY: the handler stores a flag, and the library is never unloaded.
         unsafe { libc::pthread_atfork(None, None, Some(mark)) };
     });
+    settings::check().map_err(|text| {
+        static SAID: Once = Once::new();
+        // A CUDA call's error is a number only.
+        SAID.call_once(|| report(&text));
+        Fault::both(cudaErrorInvalidValue, ncclInvalidArgument, text)
+    })?;
     if IS_FORKED_CHILD.load(Ordering::Relaxed) {
         let text = "CUDA and NCCL cannot be used in a process that was forked after their first use";
         return Err(Fault::both(cudaErrorInitializationError, ncclUnhandledCudaError, text));

@@ -6,11 +6,14 @@ use std::ffi::{CString, c_char, c_int, c_void};
 use nvte_ep_bindings::*;
 
 use super::{nccl, put};
+use crate::batch;
 use crate::channel::pairs::Direction;
+use crate::channel::rendezvous;
 use crate::comm::{self, Comm};
 use crate::device;
 use crate::errors;
 use crate::graph;
+use crate::line;
 use crate::memory::{self, Kind};
 use crate::stream::Stream;
 
@@ -38,7 +41,7 @@ pub unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> ncclResult_t {
 #[allow(non_snake_case, reason = "parameter names of the C interface")]
 pub unsafe extern "C" fn ncclGetUniqueId(uniqueId: *mut ncclUniqueId) -> ncclResult_t {
     // SAFETY: the caller's contract.
-    nccl(|| unsafe { put(uniqueId, comm::unique_id()?) })
+    nccl(|| unsafe { put(uniqueId, rendezvous::unique_id()?) })
 }
 
 /// Creates one rank of a communicator; collective, and inside a group done by `ncclGroupEnd`.
@@ -144,7 +147,7 @@ pub unsafe extern "C" fn ncclCommAbort(comm: ncclComm_t) -> ncclResult_t {
 #[allow(non_snake_case, reason = "parameter names of the C interface")]
 pub unsafe extern "C" fn ncclCommGetAsyncError(comm: ncclComm_t, asyncError: *mut ncclResult_t) -> ncclResult_t {
     // SAFETY: the caller's contract.
-    nccl(|| unsafe { put(asyncError, Comm::resolve(comm, "ncclCommGetAsyncError")?.async_error()) })
+    nccl(|| unsafe { put(asyncError, Comm::resolve(comm, "ncclCommGetAsyncError")?.status.async_error()) })
 }
 
 /// Number of ranks.
@@ -361,7 +364,7 @@ pub unsafe extern "C" fn ncclBroadcast(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGroupStart() -> ncclResult_t {
     nccl(|| {
-        comm::group_start();
+        batch::start();
         Ok(())
     })
 }
@@ -373,7 +376,7 @@ pub unsafe extern "C" fn ncclGroupStart() -> ncclResult_t {
 /// The addresses given to `ncclCommInitRank` and `ncclCommWindowRegister` in the group are still writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGroupEnd() -> ncclResult_t {
-    nccl(comm::group_end)
+    nccl(batch::end)
 }
 
 /// Allocates memory that can be registered as a window.
@@ -438,7 +441,7 @@ pub unsafe extern "C" fn ncclCommWindowRegister(
         // SAFETY: the caller's contract.
         unsafe { put(win, std::ptr::null_mut()) }?;
         // SAFETY: the caller's contract.
-        unsafe { comm.register(buff, size, winFlags, win) }
+        unsafe { comm.windows.register(&comm.line, buff, size, winFlags, win) }
     })
 }
 
@@ -449,7 +452,7 @@ pub unsafe extern "C" fn ncclCommWindowRegister(
 /// No operation uses the window any more.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommWindowDeregister(comm: ncclComm_t, win: ncclWindow_t) -> ncclResult_t {
-    nccl(|| Comm::resolve(comm, "ncclCommWindowDeregister")?.deregister(win))
+    nccl(|| Comm::resolve(comm, "ncclCommWindowDeregister")?.windows.deregister(win))
 }
 
 /// The address that a window was registered with.
@@ -465,7 +468,7 @@ pub unsafe extern "C" fn ncclWinGetUserPtr(
     outUserPtr: *mut *mut c_void,
 ) -> ncclResult_t {
     nccl(|| {
-        let address = Comm::resolve(comm, "ncclWinGetUserPtr")?.window_address(win, 0, 0)?;
+        let address = Comm::resolve(comm, "ncclWinGetUserPtr")?.windows.address(win, 0, 0)?;
         // SAFETY: the caller's contract.
         unsafe { put(outUserPtr, address) }
     })
@@ -492,7 +495,7 @@ pub unsafe extern "C" fn ncclGetLastError(comm: ncclComm_t) -> *const c_char {
         static TEXT: RefCell<CString> = RefCell::default();
     }
     let _ = comm;
-    let fresh = CString::new(comm::last_error().replace('\0', "?")).unwrap_or_default();
+    let fresh = CString::new(line::last_error().replace('\0', "?")).unwrap_or_default();
     // A thread that is ending has no place for the text any more.
     let stored = TEXT.try_with(|text| text.replace(fresh));
     stored.and_then(|_| TEXT.try_with(|text| text.borrow().as_ptr())).unwrap_or(c"".as_ptr())

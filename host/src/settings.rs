@@ -1,0 +1,106 @@
+//! The variables of the environment that hold a number, read once.
+
+use std::sync::LazyLock;
+use std::time::Duration;
+
+/// Time in milliseconds that a rank waits for its peers.
+pub const TIMEOUT_VARIABLE: &str = "NVTE_EP_HOST_TIMEOUT_MS";
+/// Number of devices that a process sees. Several are for programs whose ranks are threads: one device each, as with GPUs.
+pub const DEVICES_VARIABLE: &str = "NVTE_EP_HOST_DEVICES";
+
+/// What nvte-ep's own variable says of the time that a step may take.
+const LIBRARY_TIMEOUT_VARIABLE: &str = "NVTE_EP_TIMEOUT_MS";
+/// The library's default, which a step must not end before.
+const DEFAULT_TIMEOUT_MS: u64 = 600_000;
+/// More devices than anybody has ranks for.
+const MOST_DEVICES: u64 = 1024;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Settings {
+    timeout: Duration,
+    devices: u64,
+}
+
+static SETTINGS: LazyLock<Result<Settings, String>> = LazyLock::new(|| read(|name| std::env::var_os(name)));
+
+/// Reads the variables.
+fn read(get: impl Fn(&str) -> Option<std::ffi::OsString>) -> Result<Settings, String> {
+    let text =
+        |name: &str| get(name).map(|value| value.to_string_lossy().trim().to_owned()).filter(|it| !it.is_empty());
+    let number = |name: &str, most: u64| {
+        let Some(value) = text(name) else { return Ok(None) };
+        let parsed = value.parse().ok().filter(|number| (1..=most).contains(number));
+        parsed.map(Some).ok_or_else(|| format!("{name} must be a number from 1 to {most}, got {value:?}"))
+    };
+    // 0 is no limit. What is no number the library refuses itself.
+    let library = text(LIBRARY_TIMEOUT_VARIABLE)
+        .and_then(|value| value.parse().ok())
+        .map(|it| if it == 0 { MOST_MS } else { it });
+    let default = library.unwrap_or(0).clamp(DEFAULT_TIMEOUT_MS, MOST_MS);
+    let timeout = Duration::from_millis(number(TIMEOUT_VARIABLE, MOST_MS)?.unwrap_or(default));
+    let devices = number(DEVICES_VARIABLE, MOST_DEVICES)?.unwrap_or(1);
+    Ok(Settings { timeout, devices })
+}
+
+/// A hundred years.
+const MOST_MS: u64 = 100 * 366 * 86_400_000;
+
+/// Fails with what is wrong with a variable.
+pub fn check() -> Result<(), String> {
+    SETTINGS.as_ref().map(drop).map_err(Clone::clone)
+}
+
+/// Time that a rank waits for its peers.
+pub fn timeout() -> Duration {
+    SETTINGS.as_ref().map_or(Duration::from_millis(DEFAULT_TIMEOUT_MS), |settings| settings.timeout)
+}
+
+/// A time limit, with the variable that sets it.
+pub fn name_timeout(timeout: Duration) -> String {
+    format!("{} ms ({TIMEOUT_VARIABLE})", timeout.as_millis())
+}
+
+/// Number of devices.
+pub fn devices() -> i32 {
+    SETTINGS.as_ref().map_or(1, |settings| settings.devices as i32)
+}
+
+/// Whether several ranks of a communicator may be on one device, as NCCL's own variable says.
+pub fn ranks_share_devices() -> bool {
+    std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value.trim().parse().is_ok_and(|on: i64| on != 0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read_of(values: &[(&str, &str)]) -> Result<Settings, String> {
+        let find = |name: &str| values.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).into());
+        read(find)
+    }
+
+    #[test]
+    fn the_limit_is_not_shorter_than_the_librarys_unless_set() {
+        let timeout = |values: &[(&str, &str)]| read_of(values).unwrap().timeout.as_millis();
+        assert_eq!(timeout(&[]), 600_000);
+        assert_eq!(timeout(&[("NVTE_EP_TIMEOUT_MS", "3000")]), 600_000);
+        assert_eq!(timeout(&[("NVTE_EP_TIMEOUT_MS", "900000")]), 900_000);
+        assert_eq!(timeout(&[("NVTE_EP_TIMEOUT_MS", "0")]), MOST_MS.into());
+        assert_eq!(timeout(&[("NVTE_EP_TIMEOUT_MS", "900000"), ("NVTE_EP_HOST_TIMEOUT_MS", "2500")]), 2500);
+    }
+
+    #[test]
+    fn what_is_no_number_is_refused() {
+        for (name, value, most) in [
+            ("NVTE_EP_HOST_TIMEOUT_MS", "0", MOST_MS),
+            ("NVTE_EP_HOST_TIMEOUT_MS", "10s", MOST_MS),
+            ("NVTE_EP_HOST_DEVICES", "-1", 1024),
+            ("NVTE_EP_HOST_DEVICES", "1025", 1024),
+        ] {
+            let text = format!("{name} must be a number from 1 to {most}, got {value:?}");
+            assert_eq!(read_of(&[(name, value)]), Err(text));
+        }
+        assert_eq!(read_of(&[("NVTE_EP_HOST_DEVICES", " 3 ")]).unwrap().devices, 3);
+        assert_eq!(read_of(&[("NVTE_EP_HOST_DEVICES", "")]).unwrap().devices, 1);
+    }
+}
