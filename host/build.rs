@@ -17,6 +17,7 @@ fn main() -> io::Result<()> {
     let out_dir = PathBuf::from(env::var_os("OUT_DIR").ok_or_else(|| io::Error::other("OUT_DIR is unset"))?);
     // OUT_DIR is <profile folder>/build/<package>-<hash>/out.
     let profile = out_dir.ancestors().nth(3).ok_or_else(|| io::Error::other("OUT_DIR has no profile folder"))?;
+    write_not_supported(&out_dir)?;
     link("libnvte_ep_host.so", &profile.join("libnvte_ep_host.so.1"))?;
     let folder = profile.join("host_runtime");
     std::fs::create_dir_all(&folder)?;
@@ -24,6 +25,22 @@ fn main() -> io::Result<()> {
         link("../libnvte_ep_host.so", &folder.join(name))?;
     }
     Ok(())
+}
+
+/// Writes the functions of `not_supported.txt`. They take no parameters: who calls them cleans up its own.
+fn write_not_supported(out_dir: &Path) -> io::Result<()> {
+    const LIST: &str = "not_supported.txt";
+    println!("cargo::rerun-if-changed={LIST}");
+    let functions: String = std::fs::read_to_string(LIST)?
+        .lines()
+        .map(|name| {
+            format!(
+                "/// Not supported.\n///\n/// # Safety\n///\n/// Always safe to call.\n#[unsafe(no_mangle)]\n\
+                 pub unsafe extern \"C\" fn {name}() -> u32 {{\n    refuse(\"{name}\")\n}}\n"
+            )
+        })
+        .collect();
+    std::fs::write(out_dir.join("not_supported.rs"), functions)
 }
 
 /// Makes `at` a symlink to `target`, replacing what was there.

@@ -22,6 +22,7 @@ pub type cudaMemcpyKind = ::std::os::raw::c_uint;
 pub type cudaStreamCaptureStatus = ::std::os::raw::c_uint;
 pub type cudaStreamCaptureMode = ::std::os::raw::c_uint;
 pub type cudaDeviceAttr = ::std::os::raw::c_uint;
+pub type cudaUUID_t = CUuuid_st;
 pub type cudaStream_t = *mut CUstream_st;
 pub type cudaGraphNode_t = *mut CUgraphNode_st;
 pub type cudaGraphExecUpdateResult = ::std::os::raw::c_uint;
@@ -87,6 +88,18 @@ pub struct CUgraphNode_st {
     _unused: [u8; 0],
 }
 #[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct CUuuid_st {
+    pub bytes: [::std::os::raw::c_char; 16usize],
+}
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct dim3 {
+    pub x: ::std::os::raw::c_uint,
+    pub y: ::std::os::raw::c_uint,
+    pub z: ::std::os::raw::c_uint,
+}
+#[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct cudaPointerAttributes {
     pub type_: cudaMemoryType,
@@ -94,6 +107,103 @@ pub struct cudaPointerAttributes {
     pub devicePointer: *mut ::std::os::raw::c_void,
     pub hostPointer: *mut ::std::os::raw::c_void,
     pub reserved: [::std::os::raw::c_long; 8usize],
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct cudaDeviceProp {
+    pub name: [::std::os::raw::c_char; 256usize],
+    pub uuid: cudaUUID_t,
+    pub luid: [::std::os::raw::c_char; 8usize],
+    pub luidDeviceNodeMask: ::std::os::raw::c_uint,
+    pub totalGlobalMem: usize,
+    pub sharedMemPerBlock: usize,
+    pub regsPerBlock: ::std::os::raw::c_int,
+    pub warpSize: ::std::os::raw::c_int,
+    pub memPitch: usize,
+    pub maxThreadsPerBlock: ::std::os::raw::c_int,
+    pub maxThreadsDim: [::std::os::raw::c_int; 3usize],
+    pub maxGridSize: [::std::os::raw::c_int; 3usize],
+    pub totalConstMem: usize,
+    pub major: ::std::os::raw::c_int,
+    pub minor: ::std::os::raw::c_int,
+    pub textureAlignment: usize,
+    pub texturePitchAlignment: usize,
+    pub multiProcessorCount: ::std::os::raw::c_int,
+    pub integrated: ::std::os::raw::c_int,
+    pub canMapHostMemory: ::std::os::raw::c_int,
+    pub maxTexture1D: ::std::os::raw::c_int,
+    pub maxTexture1DMipmap: ::std::os::raw::c_int,
+    pub maxTexture2D: [::std::os::raw::c_int; 2usize],
+    pub maxTexture2DMipmap: [::std::os::raw::c_int; 2usize],
+    pub maxTexture2DLinear: [::std::os::raw::c_int; 3usize],
+    pub maxTexture2DGather: [::std::os::raw::c_int; 2usize],
+    pub maxTexture3D: [::std::os::raw::c_int; 3usize],
+    pub maxTexture3DAlt: [::std::os::raw::c_int; 3usize],
+    pub maxTextureCubemap: ::std::os::raw::c_int,
+    pub maxTexture1DLayered: [::std::os::raw::c_int; 2usize],
+    pub maxTexture2DLayered: [::std::os::raw::c_int; 3usize],
+    pub maxTextureCubemapLayered: [::std::os::raw::c_int; 2usize],
+    pub maxSurface1D: ::std::os::raw::c_int,
+    pub maxSurface2D: [::std::os::raw::c_int; 2usize],
+    pub maxSurface3D: [::std::os::raw::c_int; 3usize],
+    pub maxSurface1DLayered: [::std::os::raw::c_int; 2usize],
+    pub maxSurface2DLayered: [::std::os::raw::c_int; 3usize],
+    pub maxSurfaceCubemap: ::std::os::raw::c_int,
+    pub maxSurfaceCubemapLayered: [::std::os::raw::c_int; 2usize],
+    pub surfaceAlignment: usize,
+    pub concurrentKernels: ::std::os::raw::c_int,
+    pub ECCEnabled: ::std::os::raw::c_int,
+    pub pciBusID: ::std::os::raw::c_int,
+    pub pciDeviceID: ::std::os::raw::c_int,
+    pub pciDomainID: ::std::os::raw::c_int,
+    pub tccDriver: ::std::os::raw::c_int,
+    pub asyncEngineCount: ::std::os::raw::c_int,
+    pub unifiedAddressing: ::std::os::raw::c_int,
+    pub memoryBusWidth: ::std::os::raw::c_int,
+    pub l2CacheSize: ::std::os::raw::c_int,
+    pub persistingL2CacheMaxSize: ::std::os::raw::c_int,
+    pub maxThreadsPerMultiProcessor: ::std::os::raw::c_int,
+    pub streamPrioritiesSupported: ::std::os::raw::c_int,
+    pub globalL1CacheSupported: ::std::os::raw::c_int,
+    pub localL1CacheSupported: ::std::os::raw::c_int,
+    pub sharedMemPerMultiprocessor: usize,
+    pub regsPerMultiprocessor: ::std::os::raw::c_int,
+    pub managedMemory: ::std::os::raw::c_int,
+    pub isMultiGpuBoard: ::std::os::raw::c_int,
+    pub multiGpuBoardGroupID: ::std::os::raw::c_int,
+    pub hostNativeAtomicSupported: ::std::os::raw::c_int,
+    pub pageableMemoryAccess: ::std::os::raw::c_int,
+    pub concurrentManagedAccess: ::std::os::raw::c_int,
+    pub computePreemptionSupported: ::std::os::raw::c_int,
+    pub canUseHostPointerForRegisteredMem: ::std::os::raw::c_int,
+    pub cooperativeLaunch: ::std::os::raw::c_int,
+    pub sharedMemPerBlockOptin: usize,
+    pub pageableMemoryAccessUsesHostPageTables: ::std::os::raw::c_int,
+    pub directManagedMemAccessFromHost: ::std::os::raw::c_int,
+    pub maxBlocksPerMultiProcessor: ::std::os::raw::c_int,
+    pub accessPolicyMaxWindowSize: ::std::os::raw::c_int,
+    pub reservedSharedMemPerBlock: usize,
+    pub hostRegisterSupported: ::std::os::raw::c_int,
+    pub sparseCudaArraySupported: ::std::os::raw::c_int,
+    pub hostRegisterReadOnlySupported: ::std::os::raw::c_int,
+    pub timelineSemaphoreInteropSupported: ::std::os::raw::c_int,
+    pub memoryPoolsSupported: ::std::os::raw::c_int,
+    pub gpuDirectRDMASupported: ::std::os::raw::c_int,
+    pub gpuDirectRDMAFlushWritesOptions: ::std::os::raw::c_uint,
+    pub gpuDirectRDMAWritesOrdering: ::std::os::raw::c_int,
+    pub memoryPoolSupportedHandleTypes: ::std::os::raw::c_uint,
+    pub deferredMappingCudaArraySupported: ::std::os::raw::c_int,
+    pub ipcEventSupported: ::std::os::raw::c_int,
+    pub clusterLaunch: ::std::os::raw::c_int,
+    pub unifiedFunctionPointers: ::std::os::raw::c_int,
+    pub deviceNumaConfig: ::std::os::raw::c_int,
+    pub deviceNumaId: ::std::os::raw::c_int,
+    pub mpsEnabled: ::std::os::raw::c_int,
+    pub hostNumaId: ::std::os::raw::c_int,
+    pub gpuPciDeviceID: ::std::os::raw::c_uint,
+    pub gpuPciSubsystemID: ::std::os::raw::c_uint,
+    pub hostNumaMultinodeIpcSupported: ::std::os::raw::c_int,
+    pub reserved: [::std::os::raw::c_int; 56usize],
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -318,6 +428,12 @@ pub const NCCL_EP_MAJOR: u32 = 0;
 pub const NCCL_EP_MINOR: u32 = 2;
 pub const NCCL_EP_PATCH: u32 = 0;
 pub const NCCL_EP_API_VERSION: u32 = 2;
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of CUuuid_st"][::std::mem::size_of::<CUuuid_st>() - 16usize];
+    ["Alignment of CUuuid_st"][::std::mem::align_of::<CUuuid_st>() - 1usize];
+    ["Offset of field: CUuuid_st::bytes"][::std::mem::offset_of!(CUuuid_st, bytes) - 0usize];
+};
 pub const CU_STREAM_DEFAULT: CUstream_flags_enum = 0;
 pub const CU_STREAM_NON_BLOCKING: CUstream_flags_enum = 1;
 pub const CU_EVENT_DEFAULT: CUevent_flags_enum = 0;
@@ -606,6 +722,14 @@ pub const CUDA_ERROR_INVALID_RESOURCE_TYPE: cudaError_enum = 914;
 pub const CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION: cudaError_enum = 915;
 pub const CUDA_ERROR_KEY_ROTATION: cudaError_enum = 916;
 pub const CUDA_ERROR_UNKNOWN: cudaError_enum = 999;
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of dim3"][::std::mem::size_of::<dim3>() - 12usize];
+    ["Alignment of dim3"][::std::mem::align_of::<dim3>() - 4usize];
+    ["Offset of field: dim3::x"][::std::mem::offset_of!(dim3, x) - 0usize];
+    ["Offset of field: dim3::y"][::std::mem::offset_of!(dim3, y) - 4usize];
+    ["Offset of field: dim3::z"][::std::mem::offset_of!(dim3, z) - 8usize];
+};
 pub const cudaSuccess: cudaError = 0;
 pub const cudaErrorInvalidValue: cudaError = 1;
 pub const cudaErrorMemoryAllocation: cudaError = 2;
@@ -906,6 +1030,171 @@ pub const cudaDevAttrHostMemoryPoolsSupported: cudaDeviceAttr = 144;
 pub const cudaDevAttrReserved145: cudaDeviceAttr = 145;
 pub const cudaDevAttrOnlyPartialHostNativeAtomicSupported: cudaDeviceAttr = 147;
 pub const cudaDevAttrMax: cudaDeviceAttr = 148;
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of cudaDeviceProp"][::std::mem::size_of::<cudaDeviceProp>() - 1008usize];
+    ["Alignment of cudaDeviceProp"][::std::mem::align_of::<cudaDeviceProp>() - 8usize];
+    ["Offset of field: cudaDeviceProp::name"][::std::mem::offset_of!(cudaDeviceProp, name) - 0usize];
+    ["Offset of field: cudaDeviceProp::uuid"][::std::mem::offset_of!(cudaDeviceProp, uuid) - 256usize];
+    ["Offset of field: cudaDeviceProp::luid"][::std::mem::offset_of!(cudaDeviceProp, luid) - 272usize];
+    ["Offset of field: cudaDeviceProp::luidDeviceNodeMask"]
+        [::std::mem::offset_of!(cudaDeviceProp, luidDeviceNodeMask) - 280usize];
+    ["Offset of field: cudaDeviceProp::totalGlobalMem"]
+        [::std::mem::offset_of!(cudaDeviceProp, totalGlobalMem) - 288usize];
+    ["Offset of field: cudaDeviceProp::sharedMemPerBlock"]
+        [::std::mem::offset_of!(cudaDeviceProp, sharedMemPerBlock) - 296usize];
+    ["Offset of field: cudaDeviceProp::regsPerBlock"][::std::mem::offset_of!(cudaDeviceProp, regsPerBlock) - 304usize];
+    ["Offset of field: cudaDeviceProp::warpSize"][::std::mem::offset_of!(cudaDeviceProp, warpSize) - 308usize];
+    ["Offset of field: cudaDeviceProp::memPitch"][::std::mem::offset_of!(cudaDeviceProp, memPitch) - 312usize];
+    ["Offset of field: cudaDeviceProp::maxThreadsPerBlock"]
+        [::std::mem::offset_of!(cudaDeviceProp, maxThreadsPerBlock) - 320usize];
+    ["Offset of field: cudaDeviceProp::maxThreadsDim"]
+        [::std::mem::offset_of!(cudaDeviceProp, maxThreadsDim) - 324usize];
+    ["Offset of field: cudaDeviceProp::maxGridSize"][::std::mem::offset_of!(cudaDeviceProp, maxGridSize) - 336usize];
+    ["Offset of field: cudaDeviceProp::totalConstMem"]
+        [::std::mem::offset_of!(cudaDeviceProp, totalConstMem) - 352usize];
+    ["Offset of field: cudaDeviceProp::major"][::std::mem::offset_of!(cudaDeviceProp, major) - 360usize];
+    ["Offset of field: cudaDeviceProp::minor"][::std::mem::offset_of!(cudaDeviceProp, minor) - 364usize];
+    ["Offset of field: cudaDeviceProp::textureAlignment"]
+        [::std::mem::offset_of!(cudaDeviceProp, textureAlignment) - 368usize];
+    ["Offset of field: cudaDeviceProp::texturePitchAlignment"]
+        [::std::mem::offset_of!(cudaDeviceProp, texturePitchAlignment) - 376usize];
+    ["Offset of field: cudaDeviceProp::multiProcessorCount"]
+        [::std::mem::offset_of!(cudaDeviceProp, multiProcessorCount) - 384usize];
+    ["Offset of field: cudaDeviceProp::integrated"][::std::mem::offset_of!(cudaDeviceProp, integrated) - 388usize];
+    ["Offset of field: cudaDeviceProp::canMapHostMemory"]
+        [::std::mem::offset_of!(cudaDeviceProp, canMapHostMemory) - 392usize];
+    ["Offset of field: cudaDeviceProp::maxTexture1D"][::std::mem::offset_of!(cudaDeviceProp, maxTexture1D) - 396usize];
+    ["Offset of field: cudaDeviceProp::maxTexture1DMipmap"]
+        [::std::mem::offset_of!(cudaDeviceProp, maxTexture1DMipmap) - 400usize];
+    ["Offset of field: cudaDeviceProp::maxTexture2D"][::std::mem::offset_of!(cudaDeviceProp, maxTexture2D) - 404usize];
+    ["Offset of field: cudaDeviceProp::maxTexture2DMipmap"]
+        [::std::mem::offset_of!(cudaDeviceProp, maxTexture2DMipmap) - 412usize];
+    ["Offset of field: cudaDeviceProp::maxTexture2DLinear"]
+        [::std::mem::offset_of!(cudaDeviceProp, maxTexture2DLinear) - 420usize];
+    ["Offset of field: cudaDeviceProp::maxTexture2DGather"]
+        [::std::mem::offset_of!(cudaDeviceProp, maxTexture2DGather) - 432usize];
+    ["Offset of field: cudaDeviceProp::maxTexture3D"][::std::mem::offset_of!(cudaDeviceProp, maxTexture3D) - 440usize];
+    ["Offset of field: cudaDeviceProp::maxTexture3DAlt"]
+        [::std::mem::offset_of!(cudaDeviceProp, maxTexture3DAlt) - 452usize];
+    ["Offset of field: cudaDeviceProp::maxTextureCubemap"]
+        [::std::mem::offset_of!(cudaDeviceProp, maxTextureCubemap) - 464usize];
+    ["Offset of field: cudaDeviceProp::maxTexture1DLayered"]
+        [::std::mem::offset_of!(cudaDeviceProp, maxTexture1DLayered) - 468usize];
+    ["Offset of field: cudaDeviceProp::maxTexture2DLayered"]
+        [::std::mem::offset_of!(cudaDeviceProp, maxTexture2DLayered) - 476usize];
+    ["Offset of field: cudaDeviceProp::maxTextureCubemapLayered"]
+        [::std::mem::offset_of!(cudaDeviceProp, maxTextureCubemapLayered) - 488usize];
+    ["Offset of field: cudaDeviceProp::maxSurface1D"][::std::mem::offset_of!(cudaDeviceProp, maxSurface1D) - 496usize];
+    ["Offset of field: cudaDeviceProp::maxSurface2D"][::std::mem::offset_of!(cudaDeviceProp, maxSurface2D) - 500usize];
+    ["Offset of field: cudaDeviceProp::maxSurface3D"][::std::mem::offset_of!(cudaDeviceProp, maxSurface3D) - 508usize];
+    ["Offset of field: cudaDeviceProp::maxSurface1DLayered"]
+        [::std::mem::offset_of!(cudaDeviceProp, maxSurface1DLayered) - 520usize];
+    ["Offset of field: cudaDeviceProp::maxSurface2DLayered"]
+        [::std::mem::offset_of!(cudaDeviceProp, maxSurface2DLayered) - 528usize];
+    ["Offset of field: cudaDeviceProp::maxSurfaceCubemap"]
+        [::std::mem::offset_of!(cudaDeviceProp, maxSurfaceCubemap) - 540usize];
+    ["Offset of field: cudaDeviceProp::maxSurfaceCubemapLayered"]
+        [::std::mem::offset_of!(cudaDeviceProp, maxSurfaceCubemapLayered) - 544usize];
+    ["Offset of field: cudaDeviceProp::surfaceAlignment"]
+        [::std::mem::offset_of!(cudaDeviceProp, surfaceAlignment) - 552usize];
+    ["Offset of field: cudaDeviceProp::concurrentKernels"]
+        [::std::mem::offset_of!(cudaDeviceProp, concurrentKernels) - 560usize];
+    ["Offset of field: cudaDeviceProp::ECCEnabled"][::std::mem::offset_of!(cudaDeviceProp, ECCEnabled) - 564usize];
+    ["Offset of field: cudaDeviceProp::pciBusID"][::std::mem::offset_of!(cudaDeviceProp, pciBusID) - 568usize];
+    ["Offset of field: cudaDeviceProp::pciDeviceID"][::std::mem::offset_of!(cudaDeviceProp, pciDeviceID) - 572usize];
+    ["Offset of field: cudaDeviceProp::pciDomainID"][::std::mem::offset_of!(cudaDeviceProp, pciDomainID) - 576usize];
+    ["Offset of field: cudaDeviceProp::tccDriver"][::std::mem::offset_of!(cudaDeviceProp, tccDriver) - 580usize];
+    ["Offset of field: cudaDeviceProp::asyncEngineCount"]
+        [::std::mem::offset_of!(cudaDeviceProp, asyncEngineCount) - 584usize];
+    ["Offset of field: cudaDeviceProp::unifiedAddressing"]
+        [::std::mem::offset_of!(cudaDeviceProp, unifiedAddressing) - 588usize];
+    ["Offset of field: cudaDeviceProp::memoryBusWidth"]
+        [::std::mem::offset_of!(cudaDeviceProp, memoryBusWidth) - 592usize];
+    ["Offset of field: cudaDeviceProp::l2CacheSize"][::std::mem::offset_of!(cudaDeviceProp, l2CacheSize) - 596usize];
+    ["Offset of field: cudaDeviceProp::persistingL2CacheMaxSize"]
+        [::std::mem::offset_of!(cudaDeviceProp, persistingL2CacheMaxSize) - 600usize];
+    ["Offset of field: cudaDeviceProp::maxThreadsPerMultiProcessor"]
+        [::std::mem::offset_of!(cudaDeviceProp, maxThreadsPerMultiProcessor) - 604usize];
+    ["Offset of field: cudaDeviceProp::streamPrioritiesSupported"]
+        [::std::mem::offset_of!(cudaDeviceProp, streamPrioritiesSupported) - 608usize];
+    ["Offset of field: cudaDeviceProp::globalL1CacheSupported"]
+        [::std::mem::offset_of!(cudaDeviceProp, globalL1CacheSupported) - 612usize];
+    ["Offset of field: cudaDeviceProp::localL1CacheSupported"]
+        [::std::mem::offset_of!(cudaDeviceProp, localL1CacheSupported) - 616usize];
+    ["Offset of field: cudaDeviceProp::sharedMemPerMultiprocessor"]
+        [::std::mem::offset_of!(cudaDeviceProp, sharedMemPerMultiprocessor) - 624usize];
+    ["Offset of field: cudaDeviceProp::regsPerMultiprocessor"]
+        [::std::mem::offset_of!(cudaDeviceProp, regsPerMultiprocessor) - 632usize];
+    ["Offset of field: cudaDeviceProp::managedMemory"]
+        [::std::mem::offset_of!(cudaDeviceProp, managedMemory) - 636usize];
+    ["Offset of field: cudaDeviceProp::isMultiGpuBoard"]
+        [::std::mem::offset_of!(cudaDeviceProp, isMultiGpuBoard) - 640usize];
+    ["Offset of field: cudaDeviceProp::multiGpuBoardGroupID"]
+        [::std::mem::offset_of!(cudaDeviceProp, multiGpuBoardGroupID) - 644usize];
+    ["Offset of field: cudaDeviceProp::hostNativeAtomicSupported"]
+        [::std::mem::offset_of!(cudaDeviceProp, hostNativeAtomicSupported) - 648usize];
+    ["Offset of field: cudaDeviceProp::pageableMemoryAccess"]
+        [::std::mem::offset_of!(cudaDeviceProp, pageableMemoryAccess) - 652usize];
+    ["Offset of field: cudaDeviceProp::concurrentManagedAccess"]
+        [::std::mem::offset_of!(cudaDeviceProp, concurrentManagedAccess) - 656usize];
+    ["Offset of field: cudaDeviceProp::computePreemptionSupported"]
+        [::std::mem::offset_of!(cudaDeviceProp, computePreemptionSupported) - 660usize];
+    ["Offset of field: cudaDeviceProp::canUseHostPointerForRegisteredMem"]
+        [::std::mem::offset_of!(cudaDeviceProp, canUseHostPointerForRegisteredMem) - 664usize];
+    ["Offset of field: cudaDeviceProp::cooperativeLaunch"]
+        [::std::mem::offset_of!(cudaDeviceProp, cooperativeLaunch) - 668usize];
+    ["Offset of field: cudaDeviceProp::sharedMemPerBlockOptin"]
+        [::std::mem::offset_of!(cudaDeviceProp, sharedMemPerBlockOptin) - 672usize];
+    ["Offset of field: cudaDeviceProp::pageableMemoryAccessUsesHostPageTables"]
+        [::std::mem::offset_of!(cudaDeviceProp, pageableMemoryAccessUsesHostPageTables) - 680usize];
+    ["Offset of field: cudaDeviceProp::directManagedMemAccessFromHost"]
+        [::std::mem::offset_of!(cudaDeviceProp, directManagedMemAccessFromHost) - 684usize];
+    ["Offset of field: cudaDeviceProp::maxBlocksPerMultiProcessor"]
+        [::std::mem::offset_of!(cudaDeviceProp, maxBlocksPerMultiProcessor) - 688usize];
+    ["Offset of field: cudaDeviceProp::accessPolicyMaxWindowSize"]
+        [::std::mem::offset_of!(cudaDeviceProp, accessPolicyMaxWindowSize) - 692usize];
+    ["Offset of field: cudaDeviceProp::reservedSharedMemPerBlock"]
+        [::std::mem::offset_of!(cudaDeviceProp, reservedSharedMemPerBlock) - 696usize];
+    ["Offset of field: cudaDeviceProp::hostRegisterSupported"]
+        [::std::mem::offset_of!(cudaDeviceProp, hostRegisterSupported) - 704usize];
+    ["Offset of field: cudaDeviceProp::sparseCudaArraySupported"]
+        [::std::mem::offset_of!(cudaDeviceProp, sparseCudaArraySupported) - 708usize];
+    ["Offset of field: cudaDeviceProp::hostRegisterReadOnlySupported"]
+        [::std::mem::offset_of!(cudaDeviceProp, hostRegisterReadOnlySupported) - 712usize];
+    ["Offset of field: cudaDeviceProp::timelineSemaphoreInteropSupported"]
+        [::std::mem::offset_of!(cudaDeviceProp, timelineSemaphoreInteropSupported) - 716usize];
+    ["Offset of field: cudaDeviceProp::memoryPoolsSupported"]
+        [::std::mem::offset_of!(cudaDeviceProp, memoryPoolsSupported) - 720usize];
+    ["Offset of field: cudaDeviceProp::gpuDirectRDMASupported"]
+        [::std::mem::offset_of!(cudaDeviceProp, gpuDirectRDMASupported) - 724usize];
+    ["Offset of field: cudaDeviceProp::gpuDirectRDMAFlushWritesOptions"]
+        [::std::mem::offset_of!(cudaDeviceProp, gpuDirectRDMAFlushWritesOptions) - 728usize];
+    ["Offset of field: cudaDeviceProp::gpuDirectRDMAWritesOrdering"]
+        [::std::mem::offset_of!(cudaDeviceProp, gpuDirectRDMAWritesOrdering) - 732usize];
+    ["Offset of field: cudaDeviceProp::memoryPoolSupportedHandleTypes"]
+        [::std::mem::offset_of!(cudaDeviceProp, memoryPoolSupportedHandleTypes) - 736usize];
+    ["Offset of field: cudaDeviceProp::deferredMappingCudaArraySupported"]
+        [::std::mem::offset_of!(cudaDeviceProp, deferredMappingCudaArraySupported) - 740usize];
+    ["Offset of field: cudaDeviceProp::ipcEventSupported"]
+        [::std::mem::offset_of!(cudaDeviceProp, ipcEventSupported) - 744usize];
+    ["Offset of field: cudaDeviceProp::clusterLaunch"]
+        [::std::mem::offset_of!(cudaDeviceProp, clusterLaunch) - 748usize];
+    ["Offset of field: cudaDeviceProp::unifiedFunctionPointers"]
+        [::std::mem::offset_of!(cudaDeviceProp, unifiedFunctionPointers) - 752usize];
+    ["Offset of field: cudaDeviceProp::deviceNumaConfig"]
+        [::std::mem::offset_of!(cudaDeviceProp, deviceNumaConfig) - 756usize];
+    ["Offset of field: cudaDeviceProp::deviceNumaId"][::std::mem::offset_of!(cudaDeviceProp, deviceNumaId) - 760usize];
+    ["Offset of field: cudaDeviceProp::mpsEnabled"][::std::mem::offset_of!(cudaDeviceProp, mpsEnabled) - 764usize];
+    ["Offset of field: cudaDeviceProp::hostNumaId"][::std::mem::offset_of!(cudaDeviceProp, hostNumaId) - 768usize];
+    ["Offset of field: cudaDeviceProp::gpuPciDeviceID"]
+        [::std::mem::offset_of!(cudaDeviceProp, gpuPciDeviceID) - 772usize];
+    ["Offset of field: cudaDeviceProp::gpuPciSubsystemID"]
+        [::std::mem::offset_of!(cudaDeviceProp, gpuPciSubsystemID) - 776usize];
+    ["Offset of field: cudaDeviceProp::hostNumaMultinodeIpcSupported"]
+        [::std::mem::offset_of!(cudaDeviceProp, hostNumaMultinodeIpcSupported) - 780usize];
+    ["Offset of field: cudaDeviceProp::reserved"][::std::mem::offset_of!(cudaDeviceProp, reserved) - 784usize];
+};
 pub const cudaGraphExecUpdateSuccess: cudaGraphExecUpdateResult = 0;
 pub const cudaGraphExecUpdateError: cudaGraphExecUpdateResult = 1;
 pub const cudaGraphExecUpdateErrorTopologyChanged: cudaGraphExecUpdateResult = 2;
@@ -1235,6 +1524,15 @@ const _: () = {
         [::std::mem::offset_of!(ncclCommProperties, railedGinType) - 48usize];
 };
 impl Default for cudaPointerAttributes {
+    fn default() -> Self {
+        let mut s = ::std::mem::MaybeUninit::<Self>::uninit();
+        unsafe {
+            ::std::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
+            s.assume_init()
+        }
+    }
+}
+impl Default for cudaDeviceProp {
     fn default() -> Self {
         let mut s = ::std::mem::MaybeUninit::<Self>::uninit();
         unsafe {

@@ -52,6 +52,8 @@ const TYPES: &[&str] = &[
     "cudaStreamCaptureMode",
     "cudaStreamCaptureStatus",
     "cudaPointerAttributes",
+    "cudaDeviceProp",
+    "dim3",
     "cudaGraphExecUpdate(Result|ResultInfo)",
     "nccl(DataType|RedOp|Result)_t",
     "CU(stream|event)_flags",

@@ -51,7 +51,34 @@ const NCCL_OPAQUE: &str = "#include <stdbool.h>\n\ntypedef struct ncclComm ncclC
                            #define NCCL_COMM_PROPERTIES_INITIALIZER \\\n\
                            \x20 {sizeof(ncclCommProperties_t), NCCL_API_MAGIC, NCCL_VERSION_CODE, 0, 0, 0, 0, 0, 0, \\\n\
                            \x20  NCCL_GIN_TYPE_NONE, 0, 0, NCCL_GIN_TYPE_NONE}";
-const OPAQUE: &[&str] = &["CUstream_st", "CUevent_st", "CUgraphNode_st", "ncclComm", "ncclWindow_vidmem"];
+const DRIVER_OPAQUE: &str = "typedef struct CUctx_st CUctx_st;\n\
+                             typedef struct CUmod_st CUmod_st;\n\
+                             typedef struct CUfunc_st CUfunc_st;";
+/// Names that cuda.h gives to the present version of a function.
+const DRIVER_VERSIONS: &str = "#define cuDevicePrimaryCtxRelease cuDevicePrimaryCtxRelease_v2\n\
+                               #define cuEventDestroy cuEventDestroy_v2\n\
+                               #define cuGraphExecUpdate cuGraphExecUpdate_v2\n\
+                               #define cuMemAlloc cuMemAlloc_v2\n\
+                               #define cuMemAllocHost cuMemAllocHost_v2\n\
+                               #define cuMemFree cuMemFree_v2\n\
+                               #define cuMemGetInfo cuMemGetInfo_v2\n\
+                               #define cuMemcpyDtoH cuMemcpyDtoH_v2\n\
+                               #define cuMemcpyDtoHAsync cuMemcpyDtoHAsync_v2\n\
+                               #define cuMemcpyHtoD cuMemcpyHtoD_v2\n\
+                               #define cuMemcpyHtoDAsync cuMemcpyHtoDAsync_v2\n\
+                               #define cuStreamBeginCapture cuStreamBeginCapture_v2\n\
+                               #define cuStreamDestroy cuStreamDestroy_v2\n\
+                               #define cuStreamGetCaptureInfo cuStreamGetCaptureInfo_v3";
+const OPAQUE: &[&str] = &[
+    "CUstream_st",
+    "CUevent_st",
+    "CUgraphNode_st",
+    "CUctx_st",
+    "CUmod_st",
+    "CUfunc_st",
+    "ncclComm",
+    "ncclWindow_vidmem",
+];
 
 const HEADERS: &[Header] = &[
     Header {
@@ -163,12 +190,34 @@ const HEADERS: &[Header] = &[
         path: "nvte_ep_host/cuda_runtime_api.h",
         about: "The part of the CUDA runtime interface that the host runtime offers, for machines without CUDA.",
         guard: "NVTE_EP_HOST_CUDA_RUNTIME_API_H_",
-        sources: &[BINDINGS, "host/src/surface/cuda_runtime.rs"],
+        sources: &[
+            BINDINGS,
+            "host/src/surface/cuda_runtime.rs",
+            "host/src/surface/cuda_memory.rs",
+            "host/src/surface/cuda_stream.rs",
+        ],
         includes: &[],
         foreign: CUDA_OPAQUE,
         exclude: &[],
         cpp: None,
-        bindings: &["cuda"],
+        bindings: &["cuda", "CUuuid"],
+    },
+    Header {
+        path: "nvte_ep_host/cuda.h",
+        about: "The part of the CUDA driver interface that the host runtime offers, for machines without CUDA.",
+        guard: "NVTE_EP_HOST_CUDA_H_",
+        sources: &[
+            BINDINGS,
+            "host/src/surface/cuda_driver.rs",
+            "host/src/surface/cuda_driver_memory.rs",
+            "host/src/surface/cuda_driver_stream.rs",
+            "host/src/surface/cuda_module.rs",
+        ],
+        includes: &["cuda_runtime_api.h"],
+        foreign: DRIVER_OPAQUE,
+        exclude: &["CUuuid_st", "CUuuid"],
+        cpp: None,
+        bindings: &["CU", "cudaError_enum"],
     },
     Header {
         path: "nvte_ep_host/nccl.h",
@@ -239,6 +288,9 @@ fn one(root: &Path, header: &Header) -> Result<Output, String> {
     }
     config.after_includes = (!header.foreign.is_empty()).then(|| format!("\n{}", header.foreign));
     config.trailer = header.cpp.map(|file| format!("#ifdef __cplusplus\n#include \"{file}\"\n#endif"));
+    if header.path.ends_with("/cuda.h") {
+        config.trailer = Some(DRIVER_VERSIONS.into());
+    }
     // Types of the sources that no function of theirs mentions.
     config.export.include = ["NVTECommWindow", "NVTENVFP44Over6Mode"].map(String::from).to_vec();
     config.export.exclude = header.exclude.iter().chain(OPAQUE).map(ToString::to_string).collect();

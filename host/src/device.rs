@@ -9,6 +9,7 @@ use nvte_ep_bindings::*;
 use parking_lot::Mutex;
 
 use crate::fault::{self, Fault, Outcome};
+use crate::machine;
 use crate::settings;
 use crate::stream::{Kind, Stream};
 
@@ -236,5 +237,54 @@ impl Device {
             CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID => self.ordinal,
             _ => return None,
         })
+    }
+
+    /// The properties, as far as an attribute or another call tells them.
+    pub fn properties(&self) -> cudaDeviceProp {
+        let number = |attribute| self.attribute(attribute).unwrap_or(0);
+        let bytes = |attribute| number(attribute) as usize;
+        let mut properties = cudaDeviceProp {
+            totalGlobalMem: machine::memory().1,
+            sharedMemPerBlock: bytes(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK),
+            regsPerBlock: number(CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK),
+            warpSize: number(CU_DEVICE_ATTRIBUTE_WARP_SIZE),
+            memPitch: bytes(CU_DEVICE_ATTRIBUTE_MAX_PITCH),
+            maxThreadsPerBlock: number(CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK),
+            maxThreadsDim: [
+                number(CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_X),
+                number(CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Y),
+                number(CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Z),
+            ],
+            maxGridSize: [
+                number(CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_X),
+                number(CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Y),
+                number(CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Z),
+            ],
+            totalConstMem: bytes(CU_DEVICE_ATTRIBUTE_TOTAL_CONSTANT_MEMORY),
+            major: number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+            minor: number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
+            textureAlignment: bytes(CU_DEVICE_ATTRIBUTE_TEXTURE_ALIGNMENT),
+            texturePitchAlignment: bytes(CU_DEVICE_ATTRIBUTE_TEXTURE_PITCH_ALIGNMENT),
+            multiProcessorCount: number(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+            canMapHostMemory: number(CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY),
+            concurrentKernels: number(CU_DEVICE_ATTRIBUTE_CONCURRENT_KERNELS),
+            pciDeviceID: number(CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID),
+            asyncEngineCount: number(CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT),
+            unifiedAddressing: number(CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING),
+            memoryBusWidth: number(CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH),
+            l2CacheSize: number(CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),
+            maxThreadsPerMultiProcessor: number(CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR),
+            sharedMemPerMultiprocessor: bytes(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR),
+            regsPerMultiprocessor: number(CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR),
+            sharedMemPerBlockOptin: bytes(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
+            maxBlocksPerMultiProcessor: number(CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR),
+            reservedSharedMemPerBlock: bytes(CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK),
+            memoryPoolsSupported: number(CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED),
+            ..cudaDeviceProp::default()
+        };
+        for (there, byte) in properties.name.iter_mut().zip(NAME.bytes()) {
+            *there = std::ffi::c_char::from_ne_bytes([byte]);
+        }
+        properties
     }
 }

@@ -175,8 +175,9 @@ fn parse_rule(text: &str) -> Result<Rule, String> {
         return Ok(rule(None));
     }
     let call = *given.get("call").ok_or("call is not given: the function at which something happens")?;
-    let is_exported = include_str!("../exports.txt").lines().any(|name| name == call);
-    if !is_exported || OUT_OF_REACH.contains(&call) || call.starts_with("nvte_ep_host_") {
+    let is_in = |list: &str| list.lines().any(|name| name == call);
+    let is_served = is_in(include_str!("../exports.txt")) && !is_in(include_str!("../not_supported.txt"));
+    if !is_served || call.starts_with("__cuda") || OUT_OF_REACH.contains(&call) || call.starts_with("nvte_ep_host_") {
         return Err(format!("call \"{call}\" is no function of the host runtime at which faults can happen"));
     }
     let what = *given.get("do").ok_or("do is not given: delay, stop, kill, abort, exit or fail")?;
@@ -240,6 +241,7 @@ mod tests {
             ("call=ncclSend kill", "\"call=ncclSend kill\": call \"ncclSend kill\" is no function"),
             ("now", "\"now\" is not key=value"),
             ("call=cudaGetLastError,do=fail", "call \"cudaGetLastError\" is no function"),
+            ("call=cudaFuncSetAttribute,do=fail", "call \"cudaFuncSetAttribute\" is no function"),
             ("missing=gcc", "missing must be nvcc, got \"gcc\""),
             ("missing=nvcc,do=kill", "do has no meaning beside missing"),
         ] {

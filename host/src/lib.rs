@@ -8,6 +8,7 @@
 //! | [`stream`] | streams and events: queues with worker threads |
 //! | [`graph`] | stream capture, graphs and their replay |
 //! | [`memory`], [`copy`] | tracked device and pinned memory; copies and fills |
+//! | [`machine`] | how much memory there is |
 //! | [`channel`], [`sys`] | how ranks meet and exchange data through shared memory |
 //! | [`line`], [`batch`] | operations one behind the other; what a group of calls holds back |
 //! | [`comm`], [`windows`], [`collectives`], [`dtype`] | communicators, their memory and work; element types |
@@ -42,6 +43,7 @@ pub mod graph;
 pub mod inject;
 pub mod kernels;
 pub mod line;
+pub mod machine;
 pub mod memory;
 pub mod order;
 pub mod settings;

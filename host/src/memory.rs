@@ -15,6 +15,7 @@ use parking_lot::Mutex;
 
 use crate::check::Rule;
 use crate::fault::{Fault, Outcome};
+use crate::machine;
 use crate::sys::{self, FileId, Mapping};
 
 /// Every second byte of fresh device memory; see [`Allocation::poison`].
@@ -176,11 +177,11 @@ pub fn allocate(bytes: usize, kind: Kind, device: i32) -> Outcome<*mut c_void> {
     if bytes == 0 {
         return Ok(std::ptr::null_mut());
     }
-    let (available, _) = sys::memory_info();
+    let (available, _) = machine::memory();
     if available != 0 && bytes > available {
         return Err(Fault::cuda(
             cudaErrorMemoryAllocation,
-            format!("out of memory: {bytes} bytes asked for, {available} available on this machine"),
+            format!("out of memory: {bytes} bytes asked for, {available} available to this process"),
         ));
     }
     let base = if kind == Kind::Nccl { allocate_shared(bytes)? } else { allocate_private(bytes, kind)? };
@@ -239,6 +240,15 @@ pub fn forget(address: usize, accept: impl Fn(Kind) -> bool) -> Outcome<Allocati
         )),
         None => Err(Fault::cuda(cudaErrorInvalidValue, format!("{address:#x} is not the start of a live allocation"))),
     }
+}
+
+/// Stops tracking what callers have allocated on a device; as [`forget`] for each.
+pub fn forget_all_of(device: i32) -> Vec<Allocation> {
+    let mut allocations = ALLOCATIONS.lock();
+    let is_theirs = |there: &Allocation| there.device == device && there.kind != Kind::Graph;
+    let theirs: Vec<Allocation> = allocations.values().filter(|there| is_theirs(there)).copied().collect();
+    allocations.retain(|_, there| !is_theirs(there));
+    theirs
 }
 
 /// Returns the memory of an allocation obtained from [`forget`].

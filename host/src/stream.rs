@@ -197,6 +197,19 @@ impl Stream {
         Ok(())
     }
 
+    /// Destroys the streams that callers have made on a device.
+    pub fn destroy_all_of(device: &'static Device) {
+        let mut streams = STREAMS.lock();
+        let theirs: Vec<usize> =
+            streams.iter().filter(|(_, it)| std::ptr::eq(it.device, device)).map(|(handle, _)| *handle).collect();
+        let removed: Vec<_> = theirs.iter().filter_map(|handle| streams.remove(handle)).collect();
+        drop(streams);
+        for stream in removed {
+            graph::abandon(&stream);
+            stream.close();
+        }
+    }
+
     /// Ends the worker after the work that is left.
     pub fn close(self: &Arc<Self>) {
         let worker = {

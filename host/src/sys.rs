@@ -218,16 +218,3 @@ pub fn random_bytes() -> io::Result<[u8; 16]> {
     let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
     if usize::try_from(got) == Ok(bytes.len()) { Ok(bytes) } else { Err(io::Error::last_os_error()) }
 }
-
-/// Memory of the machine: (available, total) bytes.
-pub fn memory_info() -> (usize, usize) {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let field = |name: &str| {
-        text.lines()
-            .find_map(|line| line.strip_prefix(name))
-            .and_then(|rest| rest.trim_start_matches(':').split_ascii_whitespace().next())
-            .and_then(|kib| kib.parse::<usize>().ok())
-            .map_or(0, |kib| kib * 1024)
-    };
-    (field("MemAvailable"), field("MemTotal"))
-}

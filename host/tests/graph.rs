@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use common::reference::*;
 use common::*;
 use nvte_ep_bindings::*;
-use nvte_ep_host::surface::cuda_driver as driver;
+use nvte_ep_host::surface::cuda_driver_stream as driver;
 
 const GLOBAL: u32 = 0;
 const THREAD_LOCAL: u32 = 1;

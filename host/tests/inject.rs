@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use nvte_ep_bindings::*;
-use nvte_ep_host::surface::cuda_driver as driver;
+use nvte_ep_host::surface::{cuda_driver_memory as driver_memory, cuda_driver_stream as driver_stream};
 
 /// Runs rank 0 of two to its end and gives what became of both; a rank 1 that is stopped is ended.
 fn run_pair(entry: &str, timeout_ms: u32, rules: &str) -> [Output; 2] {
@@ -103,10 +103,10 @@ fn calls() {
     assert_eq!(codes, [0, cudaErrorMemoryAllocation, 0], "the second and no other");
     let mut address = 0;
     // SAFETY: the result pointer is ours.
-    let codes = [0; 2].map(|_| unsafe { driver::cuMemAlloc_v2(&raw mut address, 16) });
+    let codes = [0; 2].map(|_| unsafe { driver_memory::cuMemAlloc_v2(&raw mut address, 16) });
     assert_eq!(codes, [700, 0]);
     // SAFETY: no preconditions.
-    let codes = [0; 2].map(|_| unsafe { driver::cuStreamSynchronize(rank.stream) });
+    let codes = [0; 2].map(|_| unsafe { driver_stream::cuStreamSynchronize(rank.stream) });
     assert_eq!(codes, [cudaErrorUnknown, 0]);
     // SAFETY: an unknown graph is refused, with the same code that is injected.
     let codes = [0; 2].map(|_| unsafe { cudaGraphLaunch(ptr::null_mut(), rank.stream) });

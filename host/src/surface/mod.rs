@@ -1,11 +1,17 @@
 //! The exported C functions, one file an interface, and what each of them does around its body.
 
 pub mod cuda_driver;
+pub mod cuda_driver_memory;
+pub mod cuda_driver_stream;
+pub mod cuda_launch;
+pub mod cuda_memory;
 pub mod cuda_module;
 pub mod cuda_runtime;
+pub mod cuda_stream;
 pub mod host_ext;
 pub mod nccl;
 pub mod nccl_ep;
+pub mod not_supported;
 
 use std::cell::Cell;
 use std::ffi::c_void;
