@@ -42,8 +42,11 @@ struct Creation {
     device: &'static Device,
 }
 
+/// A unique id, and a rank.
+type Use = (Vec<i8>, i32);
+
 /// Unique ids that communicators were made with, and the ranks of this process among them.
-static USED: LazyLock<Mutex<HashSet<(Vec<i8>, i32)>>> = LazyLock::new(Mutex::default);
+static USED: LazyLock<Mutex<HashSet<Use>>> = LazyLock::new(Mutex::default);
 
 /// The rank of the only communicator on a device.
 pub fn rank_on(device: i32) -> Option<usize> {
