@@ -142,7 +142,7 @@ rules! {
     RowLimit "row-limit" Corrupt Error "tokens and their rows stay within the limits that the group was created with";
     ReceiveOverflow "receive-overflow" Trap Error "with the policy TRAP no rank receives more rows than max_recv_tokens_per_rank";
     ExpertIndex "expert-index" Corrupt Error "an index names one of num_experts experts or is negative";
-    RoutingChanged "routing-changed" SilentlyWrong Policy "combine and gradients use the routing that was dispatched over the same handle_mem";
+    RoutingChanged "routing-changed" SilentlyWrong Policy "a combine uses the routing of the dispatch before it, forward and backward";
     CombineRows "combine-rows" Trap Error "combine is given all rows that the routing uses";
     HandleMemory "handle-memory" Corrupt Error "handle_mem holds what UpdateHandle wrote for the tokens at hand";
     Alignment "alignment" Trap Error "memory, and its offset in a window, start at a multiple of 16 bytes and of the element";
@@ -296,8 +296,15 @@ pub fn breach(rule: Rule, found: impl Into<String>) -> Outcome<()> {
     if policy()? == Policy::Error && rule.severity() == Severity::Policy {
         return Err(fault);
     }
-    warn(fault);
+    print(fault);
     Ok(())
+}
+
+/// A breach that is only a warning, unless the policy is off.
+pub fn warn(rule: Rule, found: impl Into<String>) {
+    if is_on() {
+        print(breached(rule, found));
+    }
 }
 
 fn breached(rule: Rule, found: impl Into<String>) -> Fault {
@@ -305,7 +312,7 @@ fn breached(rule: Rule, found: impl Into<String>) -> Fault {
 }
 
 /// Prints and counts a breach.
-fn warn(fault: Fault) {
+fn print(fault: Fault) {
     let Some(rule) = fault.rule else { return };
     let report = sign(fault);
     match rule.reports() {
@@ -365,7 +372,7 @@ pub fn written(name: &str, span: &Span, row_bytes: usize, rows: impl IntoIterato
 /// As [`written`], but only a warning.
 pub fn should_be_written(name: &str, span: &Span, row_bytes: usize, rows: impl IntoIterator<Item = usize>) {
     if let Some(found) = unwritten(name, span, row_bytes, rows) {
-        warn(breached(Rule::UnwrittenMemory, found));
+        warn(Rule::UnwrittenMemory, found);
     }
 }
 

@@ -314,7 +314,7 @@ fn expert_index(rank: &Rank, _: Policy) {
 fn routing_changed(rank: &Rank, policy: Policy) {
     let bench = Bench::new(rank);
     nccl_ok(bench.update());
-    nccl_ok(bench.dispatch());
+    forward(&bench);
     // The next micro-batch in the same handle memory.
     bench.topk.set(&[3, 2, 1, 0, 3, 2, 1, 0]);
     nccl_ok(bench.update());
@@ -649,8 +649,8 @@ provocations! {
          max_recv_tokens_per_rank is 12: rule";
     expert_index ExpertIndex 1 "ncclEpUpdateHandle: topk_idx[2, 0] is 4, but there are 4 experts: rule";
     routing_changed RoutingChanged 1
-        "ncclEpCombine: handle_mem holds the routing of operation 3, but dispatches over this handle_mem have used other \
-         routings only: keep a handle_mem for each micro-batch until its gradients are done: rule";
+        "ncclEpCombine: handle_mem holds the routing of operation 3, but the last dispatch over this handle_mem \
+         used another one: keep a handle_mem for each micro-batch until its gradients are done: rule";
     combine_rows CombineRows 1
         "ncclEpCombine(pass=FWD, hidden=32, datatype=bfloat16, num_topk=1): inputs.tokens has 7 rows, but the routing uses \
          row 7: rule";
@@ -932,6 +932,42 @@ fn routings_that_come_back_are_no_breach() {
         rank.destroy_group(group);
     });
     assert_eq!((reports(Rule::RoutingChanged), reports(Rule::CallOrder)), (0, 0));
+}
+
+/// Between the two gradients, too, but one of them may be used alone: a warning.
+#[test]
+fn a_routing_that_changes_between_gradients_is_a_warning() {
+    let id = hex(&unique_id());
+    let child = spawn_rank_with("changed_between_gradients", &id, 0, 1, 60_000, &[(POLICY_VARIABLE, "")]);
+    let error = passed(0, &child.wait_with_output().unwrap());
+    let words = "rank 0, ncclEpCombine: handle_mem holds the routing of operation 3, but the last dispatch over this \
+                 handle_mem used another one";
+    assert!(error.contains(words), "{error}");
+}
+
+#[test]
+#[ignore = "run by a_routing_that_changes_between_gradients_is_a_warning"]
+fn changed_between_gradients() {
+    let rank = join_as_process();
+    let bench = Bench::new(&rank);
+    nccl_ok(bench.update());
+    nccl_ok(bench.dispatch());
+    bench.topk.set(&[3, 2, 1, 0, 3, 2, 1, 0]);
+    nccl_ok(bench.update());
+    let stream = rank.stream;
+    let (by_row, by_token) = (Buffer::of(&[1f32; ROWS], stream), Buffer::of(&[0f32; TOKENS], stream));
+    let (mut rows, mut result) = (bench.received(), Desc::of(&bench.result, ncclBfloat16, &[TOKENS, HIDDEN]));
+    let mut by_row = Desc::of(&by_row, ncclFloat32, &[ROWS]);
+    let mut by_token = Desc::of(&by_token, ncclFloat32, &[TOKENS, 1]);
+    let inputs = ep_struct!(ncclEpCombineInputs_t { tokens: rows.ptr(), topk_weights: by_row.ptr() });
+    let outputs = ep_struct!(ncclEpCombineOutputs_t { tokens: result.ptr(), topk_weights: by_token.ptr() });
+    let config = ep_struct!(ncclEpCombineConfig_t { pass_direction: NCCL_EP_BWD_PASS });
+    let (i, o, c) = (&raw const inputs, &raw const outputs, &raw const config);
+    // SAFETY: the structures are ours and valid.
+    nccl_ok(unsafe { ncclEpCombine(bench.handle.handle, i, o, c, stream) });
+    rank.sync();
+    assert_eq!(reports(Rule::RoutingChanged), 1);
+    bench.forget();
 }
 
 /// A dispatch forward.

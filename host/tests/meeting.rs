@@ -66,16 +66,17 @@ fn a_file_that_cannot_be_made_large_enough_is_removed() {
     let path = PathBuf::from(path.strip_prefix("nvte-ep-host:").unwrap());
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args(["--exact", "meets_without_room", "--ignored", "--nocapture"]).env("NVTE_EP_HOST_TEST_ID", hex(&id));
-    // SAFETY: between fork and exec only system calls.
-    unsafe {
-        child.pre_exec(|| {
-            // A file of this size fails as on a full file system.
-            let none = libc::rlimit { rlim_cur: 64, rlim_max: 64 };
-            libc::setrlimit(libc::RLIMIT_FSIZE, &raw const none);
-            libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
-            Ok(())
-        })
+    let limit = || {
+        // A file that grows beyond this fails, as on a full file system.
+        let none = libc::rlimit { rlim_cur: 64, rlim_max: 64 };
+        // SAFETY: the structure is ours.
+        unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const none) };
+        // SAFETY: no handler is given.
+        unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+        Ok(())
     };
+    // SAFETY: between fork and exec only system calls.
+    unsafe { child.pre_exec(limit) };
     let output = child.stdout(Stdio::piped()).stderr(Stdio::piped()).output().unwrap();
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{out}\n{err}");

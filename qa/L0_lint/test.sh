@@ -7,6 +7,7 @@ check "cargo doc" env RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 check "generated headers are current" cargo run --quiet --locked -p nvte-ep-codegen -- headers --check
 wheels=$("$ROOT/qa/wheels.sh")
 check "generated bindings are current" cargo run --quiet --locked -p nvte-ep-codegen -- bindings --check --wheels "$wheels"
+check "the list of what the host runtime refuses is current" qa/host_symbols.sh --check
 check "generated PTX is current" cargo run --quiet --locked -p nvte-ep-codegen -- kernels --check --nvrtc "$("$ROOT/qa/nvrtc.sh")"
 check "C++ formatting" qa/clang_format.sh --check
 check "licences and sources of dependencies" qa/deny.sh

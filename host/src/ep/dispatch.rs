@@ -283,9 +283,8 @@ impl Dispatch {
         let arrivals = Arrivals::read(&self.handle, FUNCTION)?;
         self.check_written()?;
         let mut header = RoutingHeader::read(&self.handle.memory);
-        let sound = header.dispatch(FUNCTION, self.weights.is_some());
+        header.dispatch(self.weights.is_some());
         header.write(&self.handle.memory);
-        sound?;
         let what = header.name(&self.what);
         let capacity = if group.eager { arrivals.total() } else { group.capacity };
         let weights = if group.zero_copy {
