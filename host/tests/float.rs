@@ -28,12 +28,11 @@ const ALL_EXCEPT: c_int = 0x1f;
 #[cfg(target_arch = "x86_64")]
 fn flush_denormals() {
     let mut state = 0u32;
-    // SAFETY: reads and writes the calling thread's control register.
-    unsafe {
-        std::arch::asm!("stmxcsr [{}]", in(reg) &raw mut state);
-        state |= 0x8040;
-        std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const state);
-    }
+    // SAFETY: reads the calling thread's control register.
+    unsafe { std::arch::asm!("stmxcsr [{}]", in(reg) &raw mut state) };
+    state |= 0x8040;
+    // SAFETY: writes it.
+    unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const state) };
 }
 
 #[cfg(target_arch = "x86_64")]
