@@ -1,7 +1,6 @@
-//! Data types: ours, TransformerEngine's number and NCCL's number, in one table.
+//! Data types, in the order of TransformerEngine's numbers, with NCCL's number of each, in one table.
 #![forbid(unsafe_code)]
 
-use crate::ffi::types as nvte;
 use nvte_ep_bindings as nccl;
 use std::fmt;
 
@@ -25,36 +24,29 @@ pub enum DType {
 
 struct Row {
     dtype: DType,
-    nvte: nvte::NVTEDType,
     /// What NCCL EP is told; none where it has no such type.
     nccl: Option<nccl::ncclDataType_t>,
     bits: usize,
     name: &'static str,
 }
 
-const fn row(
-    dtype: DType,
-    nvte: nvte::NVTEDType,
-    nccl: Option<nccl::ncclDataType_t>,
-    bits: usize,
-    name: &'static str,
-) -> Row {
-    Row { dtype, nvte, nccl, bits, name }
+const fn row(dtype: DType, nccl: Option<nccl::ncclDataType_t>, bits: usize, name: &'static str) -> Row {
+    Row { dtype, nccl, bits, name }
 }
 
 /// Ordered by the variant, so that a variant indexes its row (`rows_are_in_order` checks).
 const TABLE: [Row; 11] = [
-    row(DType::Byte, nvte::kNVTEByte, Some(nccl::ncclUint8), 8, "byte"),
-    row(DType::Int16, nvte::kNVTEInt16, None, 16, "int16"),
-    row(DType::Int32, nvte::kNVTEInt32, Some(nccl::ncclInt32), 32, "int32"),
-    row(DType::Int64, nvte::kNVTEInt64, Some(nccl::ncclInt64), 64, "int64"),
-    row(DType::Float32, nvte::kNVTEFloat32, Some(nccl::ncclFloat32), 32, "float32"),
-    row(DType::Float16, nvte::kNVTEFloat16, Some(nccl::ncclFloat16), 16, "float16"),
-    row(DType::BFloat16, nvte::kNVTEBFloat16, Some(nccl::ncclBfloat16), 16, "bfloat16"),
-    row(DType::Float8E4M3, nvte::kNVTEFloat8E4M3, Some(nccl::ncclFloat8e4m3), 8, "float8_e4m3"),
-    row(DType::Float8E5M2, nvte::kNVTEFloat8E5M2, Some(nccl::ncclFloat8e5m2), 8, "float8_e5m2"),
-    row(DType::Float8E8M0, nvte::kNVTEFloat8E8M0, Some(nccl::ncclUint8), 8, "float8_e8m0"),
-    row(DType::Float4E2M1, nvte::kNVTEFloat4E2M1, None, 4, "float4_e2m1"),
+    row(DType::Byte, Some(nccl::ncclUint8), 8, "byte"),
+    row(DType::Int16, None, 16, "int16"),
+    row(DType::Int32, Some(nccl::ncclInt32), 32, "int32"),
+    row(DType::Int64, Some(nccl::ncclInt64), 64, "int64"),
+    row(DType::Float32, Some(nccl::ncclFloat32), 32, "float32"),
+    row(DType::Float16, Some(nccl::ncclFloat16), 16, "float16"),
+    row(DType::BFloat16, Some(nccl::ncclBfloat16), 16, "bfloat16"),
+    row(DType::Float8E4M3, Some(nccl::ncclFloat8e4m3), 8, "float8_e4m3"),
+    row(DType::Float8E5M2, Some(nccl::ncclFloat8e5m2), 8, "float8_e5m2"),
+    row(DType::Float8E8M0, Some(nccl::ncclUint8), 8, "float8_e8m0"),
+    row(DType::Float4E2M1, None, 4, "float4_e2m1"),
 ];
 
 impl DType {
@@ -67,8 +59,8 @@ impl DType {
     #[must_use]
     #[inline]
     pub fn from_nvte(code: i32) -> Option<Self> {
-        // TransformerEngine numbers the types in the table's order.
-        TABLE.get(code as usize).filter(|row| row.nvte == code).map(|row| row.dtype)
+        // Numbered in the table's order; a negative one is no index.
+        TABLE.get(code as usize).map(|row| row.dtype)
     }
 
     #[inline]
@@ -107,15 +99,28 @@ impl fmt::Display for DType {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ffi::types as nvte;
 
     #[test]
     fn rows_are_in_order() {
-        for (index, row) in TABLE.iter().enumerate() {
-            assert_eq!(row.dtype as usize, index);
-            assert_eq!(row.nvte as usize, index, "TransformerEngine numbers the types in this order");
-            assert_eq!(DType::from_nvte(row.nvte), Some(row.dtype));
+        let numbers = [
+            (nvte::kNVTEByte, DType::Byte),
+            (nvte::kNVTEInt16, DType::Int16),
+            (nvte::kNVTEInt32, DType::Int32),
+            (nvte::kNVTEInt64, DType::Int64),
+            (nvte::kNVTEFloat32, DType::Float32),
+            (nvte::kNVTEFloat16, DType::Float16),
+            (nvte::kNVTEBFloat16, DType::BFloat16),
+            (nvte::kNVTEFloat8E4M3, DType::Float8E4M3),
+            (nvte::kNVTEFloat8E5M2, DType::Float8E5M2),
+            (nvte::kNVTEFloat8E8M0, DType::Float8E8M0),
+            (nvte::kNVTEFloat4E2M1, DType::Float4E2M1),
+        ];
+        assert_eq!((numbers.len(), TABLE.len()), (nvte::kNVTENumTypes as usize, nvte::kNVTENumTypes as usize));
+        for (index, (number, dtype)) in numbers.into_iter().enumerate() {
+            assert_eq!((TABLE[index].dtype, dtype as usize), (dtype, index));
+            assert_eq!(DType::from_nvte(number), Some(dtype), "TransformerEngine numbers the types in this order");
         }
-        assert_eq!(TABLE.len(), nvte::kNVTENumTypes as usize);
         assert_eq!(DType::from_nvte(nvte::kNVTENumTypes), None);
         assert_eq!(DType::from_nvte(-1), None);
     }

@@ -3,6 +3,7 @@
 mod abi;
 pub mod comm_window;
 pub mod ext;
+mod foreign_tensors;
 mod guard;
 pub mod register_layer;
 #[allow(non_camel_case_types, reason = "C names")]
@@ -14,4 +15,5 @@ pub mod versioned;
 pub mod view;
 
 pub use abi::Abi;
+pub use foreign_tensors::ForeignTensors;
 pub use guard::guard;

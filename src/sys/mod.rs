@@ -9,13 +9,11 @@ mod foreign;
 mod load;
 pub mod nccl;
 pub mod nccl_ep;
-mod te;
 pub(crate) mod thread;
 
 pub use foreign::catch_foreign;
 pub(crate) use load::{NCCL_PREFIXES, ancestors, loaded_nccls, provider_of, site_packages};
 pub use load::{NcclEpLibrary, file_of, own_directories};
-pub use te::ForeignTensors;
 
 use crate::env::{Env, RuntimeKind};
 use crate::error::{Error, Result};
@@ -78,7 +76,7 @@ macro_rules! fn_table {
         }
     };
 }
-use fn_table;
+pub(crate) use fn_table;
 
 /// CUDA and NCCL, the libraries that a caller's program has too.
 #[derive(Debug)]

@@ -7,8 +7,8 @@ mod core {
     use nvte_ep_core::ffi::Abi;
 
     pub(crate) use nvte_ep_core::backend::{current_group, initialize, shutdown};
+    pub(crate) use nvte_ep_core::ffi::ForeignTensors as Tensors;
     pub(crate) use nvte_ep_core::ffi::te::NVTEEpGroupConfig;
-    pub(crate) use nvte_ep_core::sys::ForeignTensors as Tensors;
 
     pub(crate) const VERSION: &std::ffi::CStr =
         nvte_ep_core::version_text!("libnvte_ep_preload", "TransformerEngine >= 2.19 ABI, preload");

@@ -1,11 +1,11 @@
 //! The NVTETensor accessors of whichever library in the process made the tensors: TransformerEngine's, or ours.
 
-use super::{catch_foreign, fn_table};
-use crate::error::{Error, Result};
-use crate::ffi::types::{
+use super::types::{
     NVTEBasicTensor, NVTEScalingMode, NVTETensor, NVTETensorParam, kNVTERowwiseData, kNVTERowwiseScaleInv,
 };
-use crate::ffi::view::{Look, TensorParts, TensorReader};
+use super::view::{Look, TensorParts, TensorReader};
+use crate::error::{Error, Result};
+use crate::sys::{catch_foreign, fn_table};
 use libloading::Library;
 use libloading::os::unix::Library as UnixLibrary;
 use once_cell::sync::OnceCell;
