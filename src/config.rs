@@ -3,23 +3,11 @@
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::limits::{self, Limits};
 use std::fmt;
 
-/// Most experts per token: NCCL EP's expert-major kernels are compiled with tables of this size (nccl_ep 0.1.0).
+/// Most experts per token that the interface knows. Engines may take fewer.
 pub const MAX_TOP_K: u32 = 32;
-
-/// Most local experts of a rank that NCCL EP's expert-major path takes (nccl_ep 0.1.0).
-pub const MAX_LOCAL_EXPERTS: u32 = 256;
-
-/// Most rows of one token on one rank in zero-copy groups: NCCL EP's kernel that sums them in place traps beyond
-/// (nccl_ep 0.1.0).
-pub const MAX_DUPLICATES: u32 = 8;
-
-/// Most receive rows in zero-copy groups: NCCL EP's duplicate tables number rows by 22 bits (nccl_ep 0.1.0).
-const MAX_ZERO_COPY_ROWS: u32 = 1 << 22;
-
-/// Most ranks of a zero-copy group: the size of NCCL EP's duplicate tables (nccl_ep 0.1.0).
-const MAX_ZERO_COPY_RANKS: u32 = 128;
 
 /// What tokens can be made of.
 const TOKEN_DTYPES: [DType; 5] =
@@ -145,6 +133,8 @@ pub struct GroupConfig {
     pub overflow: Overflow,
     /// For the names in messages.
     pub dialect: Dialect,
+    /// What the group's engine takes.
+    pub limits: &'static Limits,
 }
 
 impl GroupConfig {
@@ -174,10 +164,21 @@ fn positive(name: &str, value: i32) -> Result<u32> {
         .ok_or_else(|| Error::argument(field(name), "must be greater than 0", value))
 }
 
+/// For groups over NCCL EP.
 impl TryFrom<GroupRequest> for GroupConfig {
     type Error = Error;
 
     fn try_from(request: GroupRequest) -> Result<Self> {
+        Self::of(request, &limits::NCCL_EP)
+    }
+}
+
+impl GroupConfig {
+    /// The configuration that a caller asks for, of a group whose engine has these limits.
+    ///
+    /// # Errors
+    /// The first broken rule.
+    pub fn of(request: GroupRequest, limits: &'static Limits) -> Result<Self> {
         let GroupRequest {
             ep_size,
             num_experts,
@@ -238,6 +239,7 @@ impl TryFrom<GroupRequest> for GroupConfig {
                 Overflow::Trap
             },
             dialect,
+            limits,
         };
         config.check()?;
         Ok(config)
@@ -245,9 +247,9 @@ impl TryFrom<GroupRequest> for GroupConfig {
 }
 
 impl GroupConfig {
-    /// The rules between fields. NCCL EP aborts, throws or exits where they are broken (nccl_ep 0.1.0), and sizes
-    /// buffers by 32-bit numbers.
+    /// The rules between fields.
     fn check(&self) -> Result<()> {
+        let limits = self.limits;
         if !self.num_experts.is_multiple_of(self.ep_size) {
             return Err(Error::argument(
                 field("num_experts"),
@@ -255,18 +257,21 @@ impl GroupConfig {
                 self.num_experts,
             ));
         }
-        if self.local_experts() > MAX_LOCAL_EXPERTS {
+        if self.local_experts() > limits.local_experts {
             return Err(Error::argument(
                 field("num_experts"),
-                format!("must give a rank at most {MAX_LOCAL_EXPERTS} experts"),
+                format!("must give a rank at most {} experts", limits.local_experts),
                 format!("{} experts on {} ranks", self.num_experts, self.ep_size),
             )
             .with_remedy("spread them over more ranks"));
         }
-        if !(self.local_experts() * self.ep_size).is_multiple_of(4) {
+        if !(self.local_experts() * self.ep_size).is_multiple_of(limits.experts_multiple) {
             return Err(Error::argument(
                 field("num_experts"),
-                "must be a multiple of 4 (NCCL EP moves routing rows of 4 experts)",
+                format!(
+                    "must be a multiple of {0} ({1} moves routing rows of {0} experts)",
+                    limits.experts_multiple, limits.name
+                ),
                 self.num_experts,
             )
             .with_remedy("add experts that no token is routed to"));
@@ -276,8 +281,8 @@ impl GroupConfig {
                 return Err(Error::argument(
                     field("max_recv_tokens_per_rank"),
                     format!(
-                        "must be at least max_tokens_per_rank, {}, rounded up to a multiple of 4",
-                        self.max_tokens_per_rank
+                        "must be at least max_tokens_per_rank, {}, rounded up to a multiple of {}",
+                        self.max_tokens_per_rank, limits.tokens_multiple
                     ),
                     rows,
                 )
@@ -288,18 +293,21 @@ impl GroupConfig {
             RecvCapacity::Fixed(_) => {}
             RecvCapacity::Eager => self.check_eager()?,
         }
-        if let Some(num_topk) = self.num_topk.filter(|top_k| *top_k > MAX_TOP_K.min(self.num_experts)) {
-            let required = format!("must be at most {} experts per token", MAX_TOP_K.min(self.num_experts));
+        if let Some(num_topk) = self.num_topk.filter(|top_k| *top_k > limits.top_k.min(self.num_experts)) {
+            let required = format!("must be at most {} experts per token", limits.top_k.min(self.num_experts));
             return Err(Error::argument(self.dialect.num_topk, required, num_topk));
         }
         if self.transfer == Transfer::ZeroCopy {
             self.check_zero_copy()?;
         }
         let bytes = self.max_token_bytes();
-        if !bytes.is_multiple_of(16) || u32::try_from(bytes).is_err() {
+        if !bytes.is_multiple_of(limits.row_bytes_multiple) || u32::try_from(bytes).is_err() {
             return Err(Error::argument(
                 field("hidden_dim"),
-                format!("must make a token row a multiple of 16 bytes, below 4 GiB, in {}", self.max_token_dtype),
+                format!(
+                    "must make a token row a multiple of {} bytes, below 4 GiB, in {}",
+                    limits.row_bytes_multiple, self.max_token_dtype
+                ),
                 format!("{} elements = {bytes} bytes", self.hidden_dim),
             ));
         }
@@ -308,11 +316,10 @@ impl GroupConfig {
 }
 
 impl GroupConfig {
-    /// The token limit that NCCL EP is told: it moves its tables of T * ranks entries by 16 bytes, so with one to three
-    /// ranks it aborts at limits that are no multiple of 4 (nccl_ep 0.1.0). A higher limit changes no result.
+    /// The token limit that the engine is told.
     #[must_use]
     pub const fn dispatch_limit(&self) -> u32 {
-        self.max_tokens_per_rank.next_multiple_of(4)
+        self.max_tokens_per_rank.next_multiple_of(self.limits.tokens_multiple)
     }
 
     /// Rows that the internal buffers hold: the fixed capacity, or in eager mode what any routing needs unpadded.
@@ -327,22 +334,22 @@ impl GroupConfig {
         }
     }
 
-    /// The rules of zero-copy groups, whose kernels write a token's duplicates (NCCL EP's LocalDup mode).
+    /// The rules of zero-copy groups.
     fn check_zero_copy(&self) -> Result<()> {
-        let zero_copy = "in zero-copy groups";
-        if !self.local_experts().is_power_of_two() {
+        let (zero_copy, limits) = ("in zero-copy groups", &self.limits.zero_copy);
+        if limits.power_of_two_experts && !self.local_experts().is_power_of_two() {
             let required = format!("must give every rank a power of two of experts {zero_copy}");
             let found = format!("{} experts a rank", self.local_experts());
             return Err(Error::argument(field("num_experts"), required, found)
                 .with_remedy("add experts that no token is routed to, or set zero_copy = 0"));
         }
-        if self.ep_size > MAX_ZERO_COPY_RANKS {
-            let required = format!("must be at most {MAX_ZERO_COPY_RANKS} {zero_copy}");
+        if self.ep_size > limits.ranks {
+            let required = format!("must be at most {} {zero_copy}", limits.ranks);
             return Err(Error::argument(field("ep_size"), required, self.ep_size));
         }
         match self.recv_capacity {
-            RecvCapacity::Fixed(rows) if rows > MAX_ZERO_COPY_ROWS => {
-                let required = format!("must be at most {MAX_ZERO_COPY_ROWS} {zero_copy}");
+            RecvCapacity::Fixed(rows) if rows > limits.recv_rows => {
+                let required = format!("must be at most {} {zero_copy}", limits.recv_rows);
                 Err(Error::argument(field("max_recv_tokens_per_rank"), required, rows))
             }
             _ => Ok(()),
@@ -430,7 +437,7 @@ impl LayerConfig {
     }
 
     /// # Errors
-    /// More experts per token than the group has experts.
+    /// More experts per token than the group has experts, or than its engine takes.
     pub fn check_against(&self, group: &GroupConfig) -> Result<()> {
         let (most, what) = match group.num_topk {
             Some(num_topk) => (num_topk, "num_topk"),
@@ -441,6 +448,11 @@ impl LayerConfig {
             let required = format!("must be at most the group's {what}, {most}");
             return Err(Error::argument(argument("top_k"), required, self.top_k));
         }
+        if self.top_k > group.limits.top_k {
+            let required =
+                format!("must be at most {} experts per token with {}", group.limits.top_k, group.limits.name);
+            return Err(Error::argument(argument("top_k"), required, self.top_k));
+        }
         if group.transfer == Transfer::ZeroCopy {
             self.check_zero_copy(group, argument)?;
         }
@@ -448,17 +460,18 @@ impl LayerConfig {
     }
 
     fn check_zero_copy(&self, group: &GroupConfig, argument: impl Fn(&'static str) -> String) -> Result<()> {
-        let duplicates = self.top_k.min(group.local_experts());
-        if duplicates > MAX_DUPLICATES {
+        let (duplicates, limits) = (self.top_k.min(group.local_experts()), &group.limits.zero_copy);
+        if duplicates > limits.duplicates {
             let required =
-                format!("must give a token at most {MAX_DUPLICATES} experts on one rank in zero-copy groups");
+                format!("must give a token at most {} experts on one rank in zero-copy groups", limits.duplicates);
             let found = format!("top_k {} with {} experts a rank", self.top_k, group.local_experts());
             return Err(Error::argument(argument("top_k"), required, found).with_remedy("set zero_copy = 0"));
         }
-        // The kernel that clears the padding does not stop at the capacity (nccl_ep 0.1.0).
         match group.recv_capacity {
             RecvCapacity::Fixed(rows)
-                if group.overflow == Overflow::Drop && !rows.is_multiple_of(self.alignment.tokens()) =>
+                if limits.aligned_capacity
+                    && group.overflow == Overflow::Drop
+                    && !rows.is_multiple_of(self.alignment.tokens()) =>
             {
                 let required = format!(
                     "must divide max_recv_tokens_per_rank, {rows}, in zero-copy groups that drop what exceeds it"

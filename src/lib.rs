@@ -8,6 +8,7 @@
 //! | [`error`] | the one error type; its text is the text of the C++ exception |
 //! | [`env`](mod@env) | every environment variable |
 //! | [`config`] | validated configuration of groups and layers |
+//! | [`limits`] | what each engine takes of configurations and tensors |
 //! | [`options`] | what a group can be told beyond its configuration |
 //! | [`dtype`], [`tensor`] | data types; a tensor's type, shape and place |
 //! | [`ops`] | the per-step operations: arguments by name and their checks |
@@ -29,6 +30,7 @@ pub mod dtype;
 pub mod env;
 pub mod error;
 pub mod ffi;
+pub mod limits;
 mod log;
 pub mod memory;
 pub mod ops;

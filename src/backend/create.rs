@@ -7,7 +7,7 @@ use super::fork;
 use super::live::{Group, Live};
 use super::registry::Slot;
 use super::residency::Residency;
-use super::routing::handles::HandleCache;
+use super::routing::handles::Handles;
 use super::symm::Symm;
 use super::watch;
 use crate::config::{GroupConfig, GroupRequest, RecvCapacity};
@@ -67,18 +67,18 @@ fn agreed(kind: EngineKind, machine: &Machine<'_>) -> Vec<(String, u64)> {
 /// A bad request, an unfit machine, ranks that disagree (then every rank gets the same text), or what NCCL EP reports.
 ///
 /// # Safety
-/// `comm` is null, or a live communicator that outlives [`shutdown`].
+/// `comm` is null, or a live communicator that outlives [`crate::backend::shutdown`].
 pub unsafe fn initialize(comm: Communicator, request: GroupRequest, options: &Options) -> Result<()> {
     crate::log::start();
     fork::require_parent()?;
     let mark = fork::Mark::new()?;
-    let config = GroupConfig::try_from(options.apply(request)?)?;
+    let mut env = Env::from_process()?;
+    let kind = EngineKind::choose(options, &env)?;
+    let config = GroupConfig::of(options.apply(request)?, kind.limits())?;
     if comm.0 == 0 {
         let required = format!("must be an ncclComm_t over the group's {} ranks", config.ep_size);
         return Err(Error::argument("ep_comm", required, "NULL"));
     }
-    let mut env = Env::from_process()?;
-    let kind = EngineKind::choose(options, &env)?;
     env.timeout = options.timeout.unwrap_or(env.timeout);
     env.shutdown_timeout = options.shutdown_timeout.unwrap_or(env.shutdown_timeout);
     let base = sys::base(&env)?;
@@ -170,8 +170,7 @@ impl Live {
                 return Err(error);
             }
         };
-        let handles =
-            HandleCache::new(config.relocation, env.handle_cache_size.limit(config.dialect.default_handle_limit));
+        let handles = Handles::new(config.relocation, env.handle_cache_size.limit(config.dialect.default_handle_limit));
         let watch = means.watch(progress, env.shutdown_timeout);
         meeting.watch(watch.share());
         static EPOCH: AtomicU64 = AtomicU64::new(0);
@@ -187,7 +186,6 @@ impl Live {
             handles,
             epoch: EPOCH.fetch_add(1, Ordering::Relaxed),
             residency: Residency::new(device),
-            allocations: FxHashMap::default(),
             stream: None,
         };
         Ok(Live { watch, group })

@@ -5,8 +5,8 @@ use super::engine::{Engine, Handle, HeaderOut};
 use super::live::{Group, HandleRef, Layer, LayerClaim, Live, MemoryUsage, RecvTotals};
 use super::prepared::require_no_capture;
 use super::registry::EpGroup;
-use super::routing::handles::{Captured, Entry, HandleKey, Lookup};
 use super::routing::header::{Header, TOTAL_OFFSET};
+use super::routing::notes::{Captured, Routing};
 use super::watch::Watch;
 use crate::config::{GroupConfig, LayerConfig, RecvCapacity};
 use crate::dtype::DType;
@@ -105,11 +105,10 @@ impl EpGroup {
                 group.resolve_windows(call)?;
             }
             let step = call.step(&layer.config);
-            let (engine, entry) = group.handle(handle, &layer, Some(prepared))?;
             // SAFETY: passed on.
-            let queue = || unsafe { engine.dispatch(&entry.handle, call, stream) };
+            let run = |engine: &Engine, open: &Handle| unsafe { engine.dispatch(open, call, stream) };
             // SAFETY: passed on.
-            unsafe { watch.queue(step, stream, state, queue) }
+            unsafe { group.queue(watch, handle, (&layer, prepared), step, (stream, state), run) }
         })
     }
 
@@ -130,7 +129,7 @@ impl EpGroup {
             // SAFETY: passed on.
             let state = unsafe { group.enter(stream) }?;
             // SAFETY: passed on.
-            let (mut layer, mut prepared) = unsafe { group.prepared_layer(handle, (stream, state)) }?;
+            let (mut layer, mut prepared) = unsafe { group.routing_of(C::CALL, handle, (stream, state)) }?;
             if group.config.recv_capacity == RecvCapacity::Eager {
                 // SAFETY: passed on.
                 prepared = unsafe { group.with_total(handle, prepared, (stream, state)) }?;
@@ -146,11 +145,9 @@ impl EpGroup {
             group.resolve_windows(call)?;
             require_disjoint(handle, &layer, false, [&*call])?;
             let step = call.step(&layer.config);
-            let (engine, entry) = group.handle(handle, &layer, Some(prepared))?;
+            let run = |engine: &Engine, open: &Handle| run(engine, open, call);
             // SAFETY: passed on.
-            unsafe { watch.queue(step, stream, state, || run(engine, &entry.handle, call)) }?;
-            entry.maybe_stale |= C::CALL == Call::DispatchBwd;
-            Ok(())
+            unsafe { group.queue(watch, handle, (&layer, prepared), step, (stream, state), run) }
         })
     }
 
@@ -284,7 +281,7 @@ impl EpGroup {
     /// What lies at `address`, if that is in symmetric memory that this group handed out or registered.
     ///
     /// # Errors
-    /// [`Error::NotInitialized`].
+    /// There is no group.
     pub fn symmetric_place(&self, address: u64) -> Result<Option<symm_pool::Place>> {
         Ok(self.lock()?.group.symm.place_of(address))
     }
@@ -292,7 +289,7 @@ impl EpGroup {
     /// Device memory of the group; host only.
     ///
     /// # Errors
-    /// [`Error::NotInitialized`].
+    /// There is no group.
     pub fn memory_usage(&self) -> Result<MemoryUsage> {
         let mut locked = self.lock()?;
         let group = &mut locked.group;
@@ -329,66 +326,73 @@ impl Group {
             require_no_capture(state)?;
         }
         self.engine.report();
-        let needs_revalidation = self.needs_revalidation(handle.key);
-        self.handle(handle, layer, None)?;
+        let memory = handle.mem.data;
+        self.open(handle, layer, None)?;
         // A failed exchange leaves no routing that could be run; a captured one has not happened.
-        let entry = match state {
-            StreamState::Working => self.handles.start_prepare(handle.key),
-            StreamState::Capturing => self.handles.get_mut(handle.key),
-        };
-        let entry = entry.expect("built just now");
+        if state == StreamState::Working {
+            self.handles.start_prepare(handle.key, memory);
+        }
         let step = call.step(&layer.config);
         let Header(words) = Header::new(&layer.config, prepared, self.epoch);
-        let header = HeaderOut { address: handle.mem.data, words, total: total_of(&handle.mem, call) };
+        let header = HeaderOut { address: memory, words, total: total_of(&handle.mem, call) };
+        let open = self.handles.handle(memory).expect("opened just now");
         // SAFETY: the caller vouches for tensors, memory and stream.
-        let queue = || unsafe { self.engine.prepare(&entry.handle, call, &header, stream) };
+        let queue = || unsafe { self.engine.prepare(open, call, &header, stream) };
         // SAFETY: the caller vouches for the stream.
         unsafe { watch.queue(step, stream, state, queue) }?;
-        entry.tokens = Some(prepared.num_tokens);
-        if let (HandleKey::Address(memory), true) = (handle.key, needs_revalidation) {
-            self.allocations.insert(memory, self.base.cuda.allocation_id(memory)?);
-        }
+        let routing = Routing { layer: layer.config, prepared };
         match state {
-            StreamState::Working => entry.prepared = Some(prepared),
-            StreamState::Capturing => {
-                let captured = Captured { key: handle.key, layer: layer.config, prepared };
-                self.handles.note_captured(handle.mem.data, captured);
+            StreamState::Working => {
+                let allocation = self.allocation_of(handle)?;
+                self.handles.prepared(memory, routing, allocation);
             }
+            StreamState::Capturing => self.handles.captured(memory, Captured { key: handle.key, routing }),
         }
         Ok(())
     }
 
-    /// The handle of `handle` as a handle of `layer`, built or rebuilt where needed. `prepared` is what the memory holds,
-    /// none for a prepare.
-    #[inline]
-    fn handle(
+    /// Queues what a call does over a prepared layer, once it came out of its checks.
+    ///
+    /// # Safety
+    /// As [`EpGroup::prepare`].
+    unsafe fn queue(
         &mut self,
+        watch: &mut Watch,
         handle: &HandleRef,
-        layer: &Layer,
-        prepared: Option<Prepared>,
-    ) -> Result<(&Engine, &mut Entry<Handle>)> {
-        let tokens = prepared.map(|prepared| prepared.num_tokens);
-        let lookup = self.handles.lookup(handle.key, handle.mem.data, &layer.config, tokens)?;
-        if lookup != Lookup::Ready {
-            self.build_handle(handle, layer, prepared, &lookup)?;
+        (layer, prepared): (&Layer, Prepared),
+        step: Step,
+        (stream, state): (Stream, StreamState),
+        run: impl FnOnce(&Engine, &Handle) -> Result<()>,
+    ) -> Result<()> {
+        self.open(handle, layer, Some(prepared))?;
+        let open = self.handles.handle(handle.mem.data).expect("opened just now");
+        // SAFETY: the caller vouches for the stream.
+        unsafe { watch.queue(step, stream, state, || run(&self.engine, open)) }?;
+        if state == StreamState::Working {
+            self.handles.used(handle.mem.data, step.call);
         }
-        Ok((&self.engine, self.handles.get_mut(handle.key).expect("ready or inserted")))
+        Ok(())
+    }
+
+    /// Opens the memory of `handle` for `layer`, where it is not. `prepared` is what it holds, none for a prepare.
+    #[inline]
+    fn open(&mut self, handle: &HandleRef, layer: &Layer, prepared: Option<Prepared>) -> Result<()> {
+        let tokens = prepared.map(|prepared| prepared.num_tokens);
+        self.handles.require_place(handle.key, handle.mem.data)?;
+        if self.handles.ready(handle.key, handle.mem.data, &layer.config, tokens) {
+            return Ok(());
+        }
+        self.open_anew(handle, layer, tokens)
     }
 
     #[inline(never)]
-    fn build_handle(
-        &mut self,
-        handle: &HandleRef,
-        layer: &Layer,
-        prepared: Option<Prepared>,
-        lookup: &Lookup,
-    ) -> Result<()> {
+    fn open_anew(&mut self, handle: &HandleRef, layer: &Layer, tokens: Option<usize>) -> Result<()> {
         let memory = handle.mem.bytes(HEADER_BYTES, layer.engine_bytes);
         // SAFETY: the memory is the caller's, of the size that was checked, for as long as the handle is used.
-        let built = unsafe { self.engine.open(&layer.config, &memory) }?;
-        tracing::debug!(target: "nvte_ep", key = ?handle.key, ?lookup, "handle created");
-        // Queued work and captured graphs use the memory, not the host objects destroyed here.
-        for old in self.handles.insert(handle.key, handle.mem.data, layer.config, prepared, built) {
+        let opened = unsafe { self.engine.open(&layer.config, &memory) }?;
+        tracing::debug!(target: "nvte_ep", key = ?handle.key, memory = handle.mem.data, "handle created");
+        self.handles.put(handle.key, handle.mem.data, layer.config, tokens, opened);
+        for old in self.handles.take_gone() {
             self.engine.close(old)?;
         }
         Ok(())

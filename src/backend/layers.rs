@@ -1,7 +1,7 @@
 //! The layers of a group.
 
 use super::live::{Group, HandleRef, Layer, LayerClaim};
-use super::routing::handles::HandleKey;
+use super::routing::notes::HandleKey;
 use crate::config::LayerConfig;
 use crate::error::{Error, Result};
 use std::sync::atomic::{AtomicU64, Ordering};

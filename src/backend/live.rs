@@ -3,7 +3,8 @@
 use super::agreement::Meeting;
 use super::engine::{Engine, Handle};
 use super::residency::Residency;
-use super::routing::handles::{HandleCache, HandleKey};
+use super::routing::handles::Handles;
+use super::routing::notes::HandleKey;
 use super::symm::Symm;
 use super::watch::Watch;
 use crate::config::{GroupConfig, LayerConfig, SlabAlignment};
@@ -65,13 +66,10 @@ pub(super) struct Group {
     pub(super) layers: FxHashMap<u64, Layer>,
     /// All layer configurations that there have been, registered or not.
     pub(super) layer_configs: Vec<Layer>,
-    pub(super) handles: HandleCache<Handle>,
+    pub(super) handles: Handles<Handle>,
     /// Tells this group's routing headers from those of another time.
     pub(super) epoch: u64,
     pub(super) residency: Residency,
-    /// Handle memory that goes by its address -> which allocation it was at its last call, where that matters
-    /// ([`Group::needs_revalidation`]): the bytes of other handle memory may be moved to where some was freed.
-    pub(super) allocations: FxHashMap<u64, u64>,
     /// The stream of the last call, which is one of the group's device.
     pub(super) stream: Option<Stream>,
 }

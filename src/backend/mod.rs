@@ -34,5 +34,5 @@ pub use create::initialize;
 pub use live::{HandleRef, LayerClaim, MemoryUsage, RecvTotals};
 pub(crate) use registry::tell_failure;
 pub use registry::{EpGroup, current_group};
-pub use routing::handles::HandleKey;
+pub use routing::notes::HandleKey;
 pub use teardown::shutdown;

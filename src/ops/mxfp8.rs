@@ -30,9 +30,9 @@ pub(super) fn require_mxfp8_source(tensor: &TensorView, group: &GroupConfig, pre
     let (rows, width) = tensor.matrix("[T, hidden_dim]")?;
     tensor.require_dtype(&[DType::Float8E4M3, DType::Float8E5M2])?;
     require_prepared_rows(tensor, rows, prepared)?;
-    // Scales travel as rows of their own, by 16-byte copies like the data.
-    if width == 0 || !width.is_multiple_of(16 * MXFP8_BLOCK) {
-        let required = format!("must have a row width that is a multiple of {} in MXFP8", 16 * MXFP8_BLOCK);
+    let multiple = group.limits.mxfp8_elements_multiple;
+    if width == 0 || !width.is_multiple_of(multiple) {
+        let required = format!("must have a row width that is a multiple of {multiple} in MXFP8");
         let found = format!("{width} elements, so rows of {} scales", width.div_ceil(MXFP8_BLOCK));
         return Err(Error::argument(tensor.name, required, found)
             .with_remedy("scale rows move by 16-byte copies; dispatch in bfloat16 for this width"));

@@ -40,9 +40,10 @@ pub(super) fn require_source_rows(tensor: &TensorView, group: &GroupConfig, prep
     require_prepared_rows(tensor, rows, prepared)?;
     let bytes = tensor.dtype.bytes(width);
     require_row_budget(tensor, bytes, group)?;
-    // Rows move by 16-byte copies, and the combine kernels take elements by 8.
-    if width == 0 || !bytes.is_multiple_of(16) || !width.is_multiple_of(8) {
-        let required = "must have a row width that is a multiple of 8 elements and of 16 bytes";
+    let (row_bytes, elements) = (group.limits.row_bytes_multiple, group.limits.row_elements_multiple);
+    if width == 0 || !bytes.is_multiple_of(row_bytes) || !width.is_multiple_of(elements) {
+        let required =
+            format!("must have a row width that is a multiple of {elements} elements and of {row_bytes} bytes");
         return Err(Error::argument(tensor.name, required, format!("{width} elements of {}", tensor.dtype)));
     }
     tensor.require_row_storage()?;

@@ -133,8 +133,8 @@ impl DispatchBwd {
         require_plain(&self.grad)?;
         require_recv_rows(&mut self.grad, width, group, &prepared, Side::Read)?;
         self.grad_tokens.require_dtype_of(&self.grad)?;
-        // The backward kernels clear and fill as many staging rows as grad has, unchecked (nccl_ep 0.1.0).
-        if group.recv_capacity == RecvCapacity::Eager && self.grad.shape.sizes()[0] as u64 > group.internal_rows() {
+        let bounded = group.limits.bounded_eager_gradient && group.recv_capacity == RecvCapacity::Eager;
+        if bounded && self.grad.shape.sizes()[0] as u64 > group.internal_rows() {
             let most = group.internal_rows();
             let required =
                 format!("must have at most ep_size * max_tokens_per_rank * num_topk rows, {most}, in eager mode");

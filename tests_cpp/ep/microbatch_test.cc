@@ -17,6 +17,7 @@
 #include "ep/graph.h"
 #include "ep/routings.h"
 #include "support/ep.h"
+#include "support/expect_error.h"
 #include "support/host_stats.h"
 
 namespace test {
@@ -185,6 +186,53 @@ TEST(Microbatches, OneTokenAndNone) {
   std::vector<int> alone(Ranks(), 0);
   alone.back() = 1;
   SmallStep(group, first, RandomRouting(alone, 2, Experts(group), 9032), 9032).ForwardAndBackward();
+}
+
+// The mistake of pipeline schedules: the next micro-batch is prepared in the handle of one that is not combined yet.
+TEST(Microbatches, PreparedAgainBeforeCombine) {
+  Group group(Small());
+  Layer layer(2, 8);
+  SmallStep first(group, layer, RandomRouting(EvenRows(5), 2, Experts(group), 9035), 9035);
+  SmallStep next(group, layer, RandomRouting(EvenRows(5), 2, Experts(group), 9036), 9036);
+  first.Prepare();
+  first.Dispatch();
+  next.Prepare();
+  next.Prepare();
+  EXPECT_TRUE(Throws("nvte_ep_combine", {"was prepared again after nvte_ep_dispatch", "a handle of its own"},
+                     [&] { first.Combine(); }));
+  // The next one is as good as ever.
+  next.Dispatch();
+  next.CheckReceived();
+  next.Combine();
+  next.CheckCombined();
+  next.Backward();
+}
+
+// What a framework does that computes a forward step again: all of it, or the routing alone.
+TEST(Microbatches, RecomputedSteps) {
+  Group group(Small());
+  Layer layer(2, 8);
+  SmallStep step(group, layer, RandomRouting(EvenRows(6), 2, Experts(group), 9037), 9037);
+  step.Forward();
+  step.Prepare();
+  step.Dispatch();
+  step.CheckReceived();
+  step.Backward();
+  step.Prepare();
+  step.Dispatch();
+  step.Prepare();
+  step.Dispatch();
+  step.CheckReceived();
+  step.Combine();
+  step.CheckCombined();
+  step.Combine();
+  step.CheckCombined();
+  step.Prepare();
+  step.Backward();
+  step.Dispatch();
+  step.Prepare();
+  step.DispatchBwd();
+  step.CheckDispatchBwd();
 }
 
 // What a micro-batch in flight costs is its handle memory, and an address that comes back serves another layer.

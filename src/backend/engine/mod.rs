@@ -8,6 +8,7 @@ use super::communicator::Communicator;
 use crate::config::{GroupConfig, LayerConfig};
 use crate::env::Env;
 use crate::error::{Error, Result};
+use crate::limits::{self, Limits};
 use crate::memory::GroupMemory;
 use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare};
 use crate::options::{EngineChoice, Options};
@@ -25,6 +26,13 @@ pub(super) enum EngineKind {
 }
 
 impl EngineKind {
+    /// What it takes.
+    pub(super) fn limits(self) -> &'static Limits {
+        match self {
+            Self::NcclEp => &limits::NCCL_EP,
+        }
+    }
+
     /// The engine that the option `backend` or, where that leaves it open, NVTE_EP_BACKEND asks for.
     ///
     /// # Errors

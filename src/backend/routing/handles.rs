@@ -1,352 +1,395 @@
-//! Which handle serves which key: created once, found again at every step, rebuilt when its memory or layer changed, the
-//! least recently used ones given up beyond a limit. No NCCL calls.
+//! Notes and engine handles by address: found again at every step, made anew where the layer changed, the least recently used
+//! given up beyond a limit. No calls into libraries.
 #![forbid(unsafe_code)]
 
+use super::notes::{Captured, HandleKey, Note, Question, Routing};
 use crate::config::{LayerConfig, Relocation};
 use crate::error::{Error, Result};
-use crate::ops::Prepared;
+use crate::progress::Call;
 use lru::LruCache;
 use rustc_hash::{FxBuildHasher, FxHashMap};
 
-/// What identifies a layer's routing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum HandleKey {
-    /// The id that register_layer gave out.
-    Registered(u64),
-    /// The address of the handle memory.
-    Address(u64),
-}
+/// So many pieces of memory that graphs prepare are remembered one by one; beyond that, any memory counts as a graph's, so
+/// that every call reads the header.
+const MOST_OF_GRAPHS: usize = 1 << 16;
 
-/// One handle and what is known of it.
+/// An engine's handle over one piece of memory.
 #[derive(Debug)]
-pub struct Entry<H> {
-    /// The handle.
-    pub handle: H,
-    /// Address of the memory it was built over.
-    pub memory: u64,
-    /// The layer it was built for.
-    pub layer: LayerConfig,
-    /// The last prepare; none before the first.
-    pub prepared: Option<Prepared>,
-    /// The token count that the handle goes by: of its last prepare, captured or not. None where its first use tells.
-    pub tokens: Option<usize>,
-    /// Whether what is here now may be another's: the gradient of dispatch has been queued since the last prepare, which is the
-    /// last that a step does, or the bytes were seen to be another layer's.
-    pub maybe_stale: bool,
+struct Open<H> {
+    handle: H,
+    layer: LayerConfig,
+    /// The token count that it goes by: of its last prepare, captured or not. None where its first use tells.
+    tokens: Option<usize>,
 }
 
-impl<H> Entry<H> {
-    #[cold]
-    fn elsewhere(&self, memory: u64) -> Error {
-        let required = format!("must be the memory of this layer's earlier calls, at {:#x}", self.memory);
-        Error::argument("handle.mem", required, format!("{memory:#x}"))
-            .with_remedy("keep it, or initialize with allow_handle_mem_reloc = 1")
-    }
-}
-
-/// What a look-up found.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Lookup {
-    /// A handle over this very memory, for this very layer.
-    Ready,
-    /// No handle yet, or one of a layer that used this address before.
-    Missing,
-    /// A handle over other memory, and the policy says to rebuild it.
-    Moved,
-}
-
-/// A captured prepare.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Captured {
-    /// Whose.
-    pub key: HandleKey,
-    /// Its layer.
-    pub layer: LayerConfig,
-    /// What it leaves.
-    pub prepared: Prepared,
-}
-
-/// Handles by key.
+/// One piece of handle memory.
 #[derive(Debug)]
-pub struct HandleCache<H> {
-    entries: LruCache<HandleKey, Entry<H>, FxBuildHasher>,
-    /// Which key prepared a piece of memory last: registered layers may share one. Of no other key over that memory is
-    /// there an entry that says `prepared`.
-    owners: FxHashMap<u64, HandleKey>,
-    /// Memory that a captured prepare writes, whose graph may be launched at any time: only the memory itself knows what it
-    /// holds. With what that prepare leaves, for calls that are captured, until a call prepares the memory.
-    captured: FxHashMap<u64, Option<Captured>>,
+struct Entry<H> {
+    note: Note,
+    open: Option<Open<H>>,
+}
+
+/// All handle memory of a group, as far as it is remembered.
+#[derive(Debug)]
+pub(in crate::backend) struct Handles<H> {
+    entries: LruCache<u64, Entry<H>, FxBuildHasher>,
+    /// Registered layer -> its memory. As many as there are layers.
+    places: FxHashMap<u64, u64>,
+    /// Memory that a captured prepare writes, whose graph may be launched at any time. With what the last such prepare leaves,
+    /// for calls that are captured, until a call prepares the memory.
+    graphs: FxHashMap<u64, Option<Captured>>,
+    /// Whether more graphs prepare than are remembered.
+    any_by_graph: bool,
+    /// Whether a routing was found where it had not been prepared.
+    moves: bool,
+    /// Whether anything was given up beyond the limit.
+    gave_up: bool,
+    /// Handles that were given up and are to be closed.
+    gone: Vec<H>,
     relocation: Relocation,
     limit: Option<usize>,
 }
 
-impl<H> HandleCache<H> {
-    /// An empty cache that holds `limit` handles.
-    #[must_use]
-    pub fn new(relocation: Relocation, limit: Option<usize>) -> Self {
+impl<H> Handles<H> {
+    /// None yet, and at most `limit`.
+    pub(in crate::backend) fn new(relocation: Relocation, limit: Option<usize>) -> Self {
         Self {
             entries: LruCache::unbounded_with_hasher(FxBuildHasher),
-            owners: FxHashMap::default(),
-            captured: FxHashMap::default(),
+            places: FxHashMap::default(),
+            graphs: FxHashMap::default(),
+            any_by_graph: false,
+            moves: false,
+            gave_up: false,
+            gone: Vec::new(),
             relocation,
             limit,
         }
     }
 
-    /// Whether `key` is the most recently used: the steps of one call ask for the same key, which then is not looked up again.
     #[inline]
-    fn is_latest(&self, key: HandleKey) -> bool {
-        self.entries.peek_mru().is_some_and(|(latest, _)| *latest == key)
-    }
-
-    #[inline]
-    fn peek(&self, key: HandleKey) -> Option<&Entry<H>> {
+    fn peek(&self, memory: u64) -> Option<&Entry<H>> {
         match self.entries.peek_mru() {
-            Some((latest, entry)) if *latest == key => Some(entry),
-            _ => self.entries.peek(&key),
+            // The parts of one call ask for the same memory, which then is not looked up again.
+            Some((latest, entry)) if *latest == memory => Some(entry),
+            _ => self.entries.peek(&memory),
         }
     }
 
-    /// What is there for `key` over `memory` as a handle of `layer`, for a call about `tokens` tokens, none if the call is a
-    /// prepare.
-    ///
-    /// # Errors
-    /// The key's handle lies over other memory and the policy refuses that.
+    /// The entry of `memory`, which becomes the most recently used.
     #[inline]
-    pub fn lookup(&self, key: HandleKey, memory: u64, layer: &LayerConfig, tokens: Option<usize>) -> Result<Lookup> {
-        let other = |entry: &Entry<H>| tokens.zip(entry.tokens).is_some_and(|(wanted, known)| wanted != known);
-        match self.peek(key) {
-            // A graph prepared the memory, or a call after a graph.
-            Some(entry) if entry.memory == memory && other(entry) => Ok(Lookup::Missing),
-            Some(entry) if entry.memory == memory && entry.layer == *layer => Ok(Lookup::Ready),
-            Some(entry) if entry.memory == memory => Ok(Lookup::Missing),
-            None => Ok(Lookup::Missing),
-            Some(_) if self.relocation == Relocation::Rebuild => Ok(Lookup::Moved),
-            Some(entry) => Err(entry.elsewhere(memory)),
-        }
-    }
-
-    /// What the last prepare of `key` left in `memory`: nothing if the key's handle lies elsewhere, or if another key
-    /// prepared that memory since.
-    #[inline]
-    pub fn prepared(&self, key: HandleKey, memory: u64) -> Option<Prepared> {
-        let entry = self.peek(key)?;
-        entry.prepared.filter(|_| entry.memory == memory)
-    }
-
-    /// Notes that `key` prepares `memory`: what another key prepared there is lost.
-    fn own(&mut self, memory: u64, key: HandleKey) {
-        let former = self.owners.insert(memory, key).filter(|former| *former != key);
-        let entry = former.and_then(|former| self.entries.peek_mut(&former));
-        if let Some(entry) = entry.filter(|entry| entry.memory == memory) {
-            entry.prepared = None;
-        }
-    }
-
-    /// The entry of `key`, which is about to prepare its memory: that memory's routing is lost from now on.
-    pub fn start_prepare(&mut self, key: HandleKey) -> Option<&mut Entry<H>> {
-        let memory = self.get_mut(key)?.memory;
-        self.own(memory, key);
-        if let Some(captured) = self.captured.get_mut(&memory) {
-            *captured = None;
-        }
-        let entry = self.get_mut(key)?;
-        (entry.prepared, entry.maybe_stale) = (None, false);
-        Some(entry)
-    }
-
-    /// Notes that the bytes in `memory`, where `key` is, are others than before: a `layer` that was `prepared` elsewhere.
-    pub fn moved_here(&mut self, key: HandleKey, memory: u64, layer: &LayerConfig, prepared: Prepared) {
-        self.own(memory, key);
-        if let Some(entry) = self.get_mut(key) {
-            entry.maybe_stale = entry.layer != *layer;
-            if !entry.maybe_stale {
-                entry.prepared = Some(prepared);
-            }
-        }
-    }
-
-    /// Notes that `memory`, as `key` finds it, holds a `layer`: what is captured from now on does not go by a graph that
-    /// prepared it for another one.
-    pub fn found_here(&mut self, key: HandleKey, memory: u64, layer: &LayerConfig) {
-        let captured = self.captured.get_mut(&memory);
-        if let Some(captured) = captured.filter(|c| c.is_some_and(|c| c.key != key || c.layer != *layer)) {
-            *captured = None;
-        }
-    }
-
-    /// Notes a prepare of `memory` by a stream that captures: nothing has happened yet.
-    pub fn note_captured(&mut self, memory: u64, captured: Captured) {
-        self.captured.insert(memory, Some(captured));
-    }
-
-    /// Whether a captured prepare may write `memory`.
-    pub fn is_captured(&self, memory: u64) -> bool {
-        self.captured.contains_key(&memory)
-    }
-
-    /// The captured prepare of `memory`, if no call has prepared it since.
-    pub fn captured(&self, memory: u64) -> Option<Captured> {
-        self.captured.get(&memory).copied().flatten()
-    }
-
-    /// The entry of `key`, which becomes the most recently used.
-    #[inline]
-    pub fn get_mut(&mut self, key: HandleKey) -> Option<&mut Entry<H>> {
-        if self.is_latest(key) {
+    fn entry(&mut self, memory: u64) -> Option<&mut Entry<H>> {
+        if self.entries.peek_mru().is_some_and(|(latest, _)| *latest == memory) {
             return self.entries.iter_mut().next().map(|(_, entry)| entry);
         }
-        self.entries.get_mut(&key)
+        self.entries.get_mut(&memory)
     }
 
-    /// Puts a new handle in place and returns those that it replaces or that are beyond the limit now. `prepared` is
-    /// what its memory holds already.
-    pub fn insert(
+    /// The same, made if there is none.
+    fn entry_or_new(&mut self, key: HandleKey, memory: u64) -> &mut Entry<H> {
+        if let HandleKey::Registered(id) = key
+            && let Some(former) = self.places.insert(id, memory).filter(|former| *former != memory)
+            && self.entries.peek(&former).is_some_and(|entry| entry.note.key() == key)
+        {
+            // A layer has one memory at a time.
+            self.gone.extend(self.entries.pop(&former).and_then(|entry| entry.open).map(|open| open.handle));
+        }
+        if !self.entries.contains(&memory) {
+            while self.limit.is_some_and(|limit| self.entries.len() >= limit) {
+                self.gave_up = true;
+                let given_up = self.entries.pop_lru().and_then(|(_, entry)| entry.open);
+                self.gone.extend(given_up.map(|open| open.handle));
+            }
+            self.entries.put(memory, Entry { note: Note::new(key), open: None });
+        }
+        self.entry(memory).expect("there, or put there just now")
+    }
+
+    /// What a call has to ask [`super::notes::decide`], but for what only the driver knows.
+    #[inline]
+    pub(in crate::backend) fn question(&self, call: Call, key: HandleKey, memory: u64) -> (Option<&Note>, Question) {
+        let (elsewhere, never_prepared) = match key {
+            HandleKey::Address(_) => (None, false),
+            HandleKey::Registered(id) => match self.places.get(&id) {
+                Some(at) => (Some(*at).filter(|at| *at != memory), false),
+                None => (None, true),
+            },
+        };
+        let graph = if self.graphs.is_empty() { None } else { self.graphs.get(&memory) };
+        let question = Question {
+            call,
+            key,
+            elsewhere,
+            never_prepared,
+            relocation: self.relocation,
+            capturing: false,
+            by_graph: self.any_by_graph || graph.is_some(),
+            captured: graph.copied().flatten(),
+            ambiguous: false,
+            allocation: None,
+            moves: self.moves,
+        };
+        (self.peek(memory).map(|entry| &entry.note), question)
+    }
+
+    /// What calls have left in `memory` for `key`.
+    pub(in crate::backend) fn routing(&self, key: HandleKey, memory: u64) -> Option<Routing> {
+        let note = &self.peek(memory)?.note;
+        note.routing().filter(|_| note.key() == key)
+    }
+
+    /// # Errors
+    /// The layer's memory is another, and the policy is to refuse that.
+    #[inline]
+    pub(in crate::backend) fn require_place(&self, key: HandleKey, memory: u64) -> Result<()> {
+        match key {
+            HandleKey::Registered(id) if self.relocation == Relocation::Refuse => match self.places.get(&id) {
+                Some(at) if *at != memory => Err(elsewhere(*at, memory)),
+                _ => Ok(()),
+            },
+            _ => Ok(()),
+        }
+    }
+
+    /// The handle over `memory` for a `layer` and, of a call that is no prepare, for so many tokens, if it is open.
+    #[inline]
+    pub(in crate::backend) fn ready(
+        &mut self,
+        key: HandleKey,
+        memory: u64,
+        layer: &LayerConfig,
+        tokens: Option<usize>,
+    ) -> bool {
+        if let HandleKey::Registered(id) = key
+            && self.places.get(&id) != Some(&memory)
+        {
+            return false;
+        }
+        let fits = |open: &Open<H>| {
+            // A graph prepared the memory, or a call after a graph.
+            let other = tokens.zip(open.tokens).is_some_and(|(wanted, known)| wanted != known);
+            open.layer == *layer && !other
+        };
+        self.entry(memory).and_then(|entry| entry.open.as_ref()).is_some_and(fits)
+    }
+
+    /// The open handle over `memory`.
+    #[inline]
+    pub(in crate::backend) fn handle(&self, memory: u64) -> Option<&H> {
+        self.peek(memory).and_then(|entry| entry.open.as_ref()).map(|open| &open.handle)
+    }
+
+    /// Puts a new handle in place.
+    pub(in crate::backend) fn put(
         &mut self,
         key: HandleKey,
         memory: u64,
         layer: LayerConfig,
-        prepared: Option<Prepared>,
+        tokens: Option<usize>,
         handle: H,
-    ) -> Vec<H> {
-        let mut gone: Vec<(HandleKey, Entry<H>)> =
-            self.entries.pop(&key).map(|entry| (key, entry)).into_iter().collect();
-        while self.limit.is_some_and(|limit| self.entries.len() >= limit) {
-            gone.extend(self.entries.pop_lru());
-        }
-        for (key, entry) in &gone {
-            if self.owners.get(&entry.memory) == Some(key) {
-                self.owners.remove(&entry.memory);
-            }
-        }
-        if prepared.is_some() {
-            self.own(memory, key);
-        }
-        let tokens = prepared.map(|prepared| prepared.num_tokens);
-        self.entries.put(key, Entry { handle, memory, layer, prepared, tokens, maybe_stale: false });
-        gone.into_iter().map(|(_, entry)| entry.handle).collect()
+    ) {
+        let entry = self.entry_or_new(key, memory);
+        let former = entry.open.replace(Open { handle, layer, tokens });
+        self.gone.extend(former.map(|open| open.handle));
     }
 
-    /// Remembers the step's total of whoever prepared `memory` last, if that is known.
-    pub fn note_total(&mut self, memory: u64, total: u64) {
-        let owner = self.owners.get(&memory).and_then(|key| self.entries.peek_mut(key));
-        if let Some(prepared) = owner.filter(|entry| entry.memory == memory).and_then(|entry| entry.prepared.as_mut()) {
-            prepared.recv_total = Some(total);
+    /// The handles that were given up since this was last asked, to be closed.
+    pub(in crate::backend) fn take_gone(&mut self) -> impl Iterator<Item = H> + '_ {
+        self.gone.drain(..)
+    }
+
+    /// `key` is about to prepare `memory`, by a call that is not captured.
+    #[inline]
+    pub(in crate::backend) fn start_prepare(&mut self, key: HandleKey, memory: u64) {
+        if !self.graphs.is_empty()
+            && let Some(captured) = self.graphs.get_mut(&memory)
+        {
+            *captured = None;
+        }
+        if let Some(entry) = self.entry(memory) {
+            entry.note.start_prepare(key);
         }
     }
 
-    /// The layers of all handles.
-    pub fn layers(&self) -> impl Iterator<Item = LayerConfig> {
-        self.entries.iter().map(|(_, entry)| entry.layer)
+    /// The prepare of `memory` is queued.
+    #[inline]
+    pub(in crate::backend) fn prepared(&mut self, memory: u64, routing: Routing, allocation: Option<u64>) {
+        if let Some(entry) = self.entry(memory) {
+            entry.note.prepared(routing, allocation);
+            entry.open.iter_mut().for_each(|open| open.tokens = Some(routing.prepared.num_tokens));
+        }
+    }
+
+    /// The prepare of `memory` is captured: nothing has happened yet.
+    pub(in crate::backend) fn captured(&mut self, memory: u64, captured: Captured) {
+        if self.graphs.len() < MOST_OF_GRAPHS || self.graphs.contains_key(&memory) {
+            self.graphs.insert(memory, Some(captured));
+        } else {
+            self.any_by_graph = true;
+        }
+        if let Some(open) = self.entry(memory).and_then(|entry| entry.open.as_mut()) {
+            open.tokens = Some(captured.routing.prepared.num_tokens);
+        }
+    }
+
+    /// The header of `memory` says that `routing` is there, for a call of `key`.
+    pub(in crate::backend) fn found(&mut self, key: HandleKey, memory: u64, routing: Routing, allocation: Option<u64>) {
+        let captured = self.graphs.get_mut(&memory);
+        let by_graph = captured.is_some() || self.any_by_graph;
+        if let Some(captured) = captured.filter(|c| c.is_some_and(|c| c.key != key || c.routing.layer != routing.layer))
+        {
+            // What is captured from now on does not go by a graph that prepared the memory for another layer.
+            *captured = None;
+        }
+        let known = self.entries.contains(&memory);
+        let news = self.entry_or_new(key, memory).note.found(key, routing, allocation);
+        // What was given up beyond the limit is found again where it was, and what a graph prepares is not known before.
+        self.moves |= news && !by_graph && (known || !self.gave_up);
+    }
+
+    /// A call that goes by the routing in `memory` is queued, and not captured.
+    #[inline]
+    pub(in crate::backend) fn used(&mut self, memory: u64, call: Call) {
+        if let Some(entry) = self.entry(memory) {
+            entry.note.used(call);
+        }
+    }
+
+    /// Remembers the step's total in `memory`.
+    pub(in crate::backend) fn note_total(&mut self, memory: u64, total: u64) {
+        if let Some(entry) = self.entries.peek_mut(&memory) {
+            entry.note.note_total(total);
+        }
+    }
+
+    /// The layers of all open handles.
+    pub(in crate::backend) fn layers(&self) -> impl Iterator<Item = LayerConfig> {
+        self.entries.iter().filter_map(|(_, entry)| entry.open.as_ref()).map(|open| open.layer)
     }
 
     /// All handles, for tear-down.
-    pub fn into_handles(mut self) -> impl Iterator<Item = H> {
-        std::iter::from_fn(move || self.entries.pop_lru().map(|(_, entry)| entry.handle))
+    pub(in crate::backend) fn into_handles(mut self) -> impl Iterator<Item = H> {
+        let gone = std::mem::take(&mut self.gone);
+        let open = std::iter::from_fn(move || self.entries.pop_lru());
+        gone.into_iter().chain(open.filter_map(|(_, entry)| entry.open).map(|open| open.handle))
     }
+}
+
+/// A registered layer that comes with another memory, against the group's policy.
+#[cold]
+pub(in crate::backend) fn elsewhere(at: u64, memory: u64) -> Error {
+    let required = format!("must be the memory of this layer's earlier calls, at {at:#x}");
+    Error::argument("handle.mem", required, format!("{memory:#x}"))
+        .with_remedy("keep it, or initialize with allow_handle_mem_reloc = 1")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::dtype::DType;
+    use crate::ops::Prepared;
 
     const KEY: HandleKey = HandleKey::Registered(7);
 
-    fn layer(top_k: i32) -> LayerConfig {
-        LayerConfig::parse("layer_config", top_k, 8).unwrap()
+    fn routing(top_k: i32, num_tokens: usize) -> Routing {
+        let layer = LayerConfig::parse("layer_config", top_k, 8).unwrap();
+        Routing { layer, prepared: Prepared { num_tokens, index_dtype: DType::Int64, recv_total: None } }
+    }
+
+    /// A step's prepare; returns the handles that it gave up.
+    fn prepare(handles: &mut Handles<u64>, key: HandleKey, memory: u64, routing: Routing, handle: u64) -> Vec<u64> {
+        if !handles.ready(key, memory, &routing.layer, None) {
+            handles.put(key, memory, routing.layer, None, handle);
+        }
+        handles.start_prepare(key, memory);
+        handles.prepared(memory, routing, None);
+        handles.take_gone().collect()
     }
 
     #[test]
-    fn created_once_then_found() {
-        let mut cache = HandleCache::new(Relocation::Refuse, None);
-        assert_eq!(cache.lookup(KEY, 0x100, &layer(2), None).unwrap(), Lookup::Missing);
-        assert!(cache.insert(KEY, 0x100, layer(2), None, "a").is_empty());
-        assert_eq!(cache.lookup(KEY, 0x100, &layer(2), None).unwrap(), Lookup::Ready);
-        assert_eq!(cache.lookup(HandleKey::Registered(8), 0x100, &layer(2), None).unwrap(), Lookup::Missing);
-        assert_eq!(cache.into_handles().collect::<Vec<_>>(), ["a"]);
+    fn opened_once_then_found() {
+        let mut handles = Handles::new(Relocation::Refuse, None);
+        let layer = routing(2, 5).layer;
+        assert!(!handles.ready(KEY, 0x100, &layer, None));
+        assert!(prepare(&mut handles, KEY, 0x100, routing(2, 5), 1).is_empty());
+        assert!(handles.ready(KEY, 0x100, &layer, Some(5)) && !handles.ready(KEY, 0x100, &layer, Some(6)));
+        assert!(!handles.ready(KEY, 0x100, &routing(4, 5).layer, None), "another layer");
+        assert_eq!(handles.routing(KEY, 0x100), Some(routing(2, 5)));
+        assert_eq!(prepare(&mut handles, KEY, 0x100, routing(4, 5), 2), [1]);
+        assert_eq!((handles.handle(0x100), handles.layers().count()), (Some(&2), 1));
+        assert_eq!(handles.into_handles().collect::<Vec<_>>(), [2]);
     }
 
     #[test]
-    fn moved_memory_is_refused_or_rebuilt() {
-        let mut cache = HandleCache::new(Relocation::Refuse, None);
-        cache.insert(KEY, 0x100, layer(2), None, 1);
-        let text = cache.lookup(KEY, 0x200, &layer(2), None).unwrap_err().to_string();
+    fn moved_memory_is_refused_or_followed() {
+        let mut handles = Handles::new(Relocation::Refuse, None);
+        prepare(&mut handles, KEY, 0x100, routing(2, 5), 1);
+        let text = handles.require_place(KEY, 0x200).unwrap_err().to_string();
         assert!(text.starts_with("handle.mem must be the memory of this layer's earlier calls, at 0x100, got 0x200"));
-        assert_eq!(cache.lookup(KEY, 0x100, &layer(2), None).unwrap(), Lookup::Ready, "the refusal changes nothing");
-
-        let mut cache = HandleCache::new(Relocation::Rebuild, None);
-        cache.insert(KEY, 0x100, layer(2), None, 1);
-        assert_eq!(cache.lookup(KEY, 0x200, &layer(2), None).unwrap(), Lookup::Moved);
-        let prepared = Some(Prepared { num_tokens: 5, index_dtype: DType::Int64, recv_total: None });
-        assert_eq!(cache.insert(KEY, 0x200, layer(2), prepared, 2), [1], "the caller destroys the old handle");
-        assert_eq!(cache.lookup(KEY, 0x200, &layer(2), None).unwrap(), Lookup::Ready);
-        assert_eq!(cache.prepared(KEY, 0x200), prepared);
-        assert_eq!(cache.prepared(KEY, 0x100), None);
+        handles.require_place(KEY, 0x100).unwrap();
+        handles.require_place(HandleKey::Registered(8), 0x200).unwrap();
+        let mut handles = Handles::new(Relocation::Rebuild, None);
+        prepare(&mut handles, KEY, 0x100, routing(2, 5), 1);
+        handles.require_place(KEY, 0x200).unwrap();
+        assert!(!handles.ready(KEY, 0x200, &routing(2, 5).layer, None));
+        assert_eq!(prepare(&mut handles, KEY, 0x200, routing(2, 6), 2), [1], "a layer has one memory at a time");
+        assert_eq!((handles.routing(KEY, 0x100), handles.routing(KEY, 0x200)), (None, Some(routing(2, 6))));
     }
 
     #[test]
     fn memory_belongs_to_who_prepared_it_last() {
-        let other = HandleKey::Registered(8);
-        let prepared = Some(Prepared { num_tokens: 5, index_dtype: DType::Int64, recv_total: None });
-        let mut cache = HandleCache::new(Relocation::Refuse, None);
-        for key in [KEY, other] {
-            cache.insert(key, 0x100, layer(2), None, key);
-            cache.start_prepare(key).unwrap().prepared = prepared;
-        }
-        assert_eq!((cache.prepared(KEY, 0x100), cache.prepared(other, 0x100)), (None, prepared));
-        cache.note_total(0x100, 77);
-        cache.note_total(0x200, 78);
-        assert_eq!(cache.prepared(other, 0x100).unwrap().recv_total, Some(77));
-        cache.start_prepare(KEY).unwrap();
-        assert_eq!((cache.prepared(KEY, 0x100), cache.prepared(other, 0x100)), (None, None));
+        let (mut handles, other) = (Handles::new(Relocation::Refuse, None), HandleKey::Registered(8));
+        prepare(&mut handles, KEY, 0x100, routing(2, 5), 1);
+        assert_eq!(prepare(&mut handles, other, 0x100, routing(2, 5), 2), [1]);
+        assert!(prepare(&mut handles, KEY, 0x100, routing(2, 5), 3).is_empty(), "one handle for both from now on");
+        prepare(&mut handles, other, 0x100, routing(2, 5), 4);
+        assert_eq!((handles.routing(KEY, 0x100), handles.routing(other, 0x100)), (None, Some(routing(2, 5))));
+        handles.note_total(0x100, 77);
+        handles.note_total(0x200, 78);
+        assert_eq!(handles.routing(other, 0x100).unwrap().prepared.recv_total, Some(77));
+        // A layer that is prepared elsewhere does not take the other's handle away.
+        let mut handles = Handles::new(Relocation::Rebuild, None);
+        prepare(&mut handles, KEY, 0x100, routing(2, 5), 1);
+        prepare(&mut handles, other, 0x100, routing(2, 5), 2);
+        assert!(prepare(&mut handles, KEY, 0x200, routing(2, 5), 3).is_empty());
+        assert_eq!(handles.handle(0x100), Some(&2));
     }
 
     #[test]
     fn a_captured_prepare_has_not_happened() {
-        let mut cache = HandleCache::new(Relocation::Refuse, None);
-        cache.insert(KEY, 0x100, layer(2), None, 1);
-        let eager = Prepared { num_tokens: 20, index_dtype: DType::Int64, recv_total: None };
-        cache.start_prepare(KEY).unwrap().prepared = Some(eager);
-        let captured = Prepared { num_tokens: 10, ..eager };
-        let captured = Captured { key: KEY, layer: layer(2), prepared: captured };
-        cache.note_captured(0x100, captured);
-        assert!(cache.is_captured(0x100) && !cache.is_captured(0x200));
-        assert_eq!((cache.prepared(KEY, 0x100), cache.captured(0x100)), (Some(eager), Some(captured)));
-        cache.found_here(KEY, 0x100, &layer(2));
-        assert_eq!(cache.captured(0x100), Some(captured));
-        cache.start_prepare(KEY).unwrap();
-        assert_eq!((cache.is_captured(0x100), cache.captured(0x100)), (true, None), "the call comes last");
-        for (key, found) in [(KEY, layer(4)), (HandleKey::Registered(8), layer(2))] {
-            cache.note_captured(0x100, captured);
-            cache.found_here(key, 0x100, &found);
-            assert_eq!((cache.is_captured(0x100), cache.captured(0x100)), (true, None), "another is here now");
+        let mut handles = Handles::new(Relocation::Refuse, None);
+        prepare(&mut handles, KEY, 0x100, routing(2, 20), 1);
+        let captured = Captured { key: KEY, routing: routing(2, 10) };
+        handles.captured(0x100, captured);
+        let question = |handles: &Handles<u64>| handles.question(Call::Dispatch, KEY, 0x100).1;
+        assert_eq!((question(&handles).by_graph, question(&handles).captured), (true, Some(captured)));
+        assert_eq!(handles.routing(KEY, 0x100), Some(routing(2, 20)));
+        assert!(!handles.ready(KEY, 0x100, &routing(2, 20).layer, Some(20)), "the handle goes by the graph's");
+        handles.found(KEY, 0x100, routing(2, 10), None);
+        assert_eq!(question(&handles).captured, Some(captured));
+        for (key, found) in [(KEY, routing(4, 10)), (HandleKey::Registered(8), routing(2, 10))] {
+            handles.captured(0x100, captured);
+            handles.found(key, 0x100, found, None);
+            assert_eq!((question(&handles).by_graph, question(&handles).captured), (true, None), "another is here now");
         }
-        let entry = cache.get_mut(KEY).unwrap();
-        entry.tokens = Some(10);
-        let lookup = |tokens| cache.lookup(KEY, 0x100, &layer(2), tokens).unwrap();
-        assert_eq!([lookup(Some(20)), lookup(Some(10)), lookup(None)], [Lookup::Missing, Lookup::Ready, Lookup::Ready]);
+        assert!(!question(&handles).moves, "graphs move nothing");
+        handles.captured(0x100, captured);
+        prepare(&mut handles, KEY, 0x100, routing(2, 5), 1);
+        assert_eq!((question(&handles).by_graph, question(&handles).captured), (true, None), "the call comes last");
     }
 
     #[test]
-    fn an_address_used_again_for_another_layer_is_rebuilt() {
-        let key = HandleKey::Address(0x100);
-        let mut cache = HandleCache::new(Relocation::Rebuild, None);
-        cache.insert(key, 0x100, layer(2), None, 1);
-        assert_eq!(cache.lookup(key, 0x100, &layer(4), None).unwrap(), Lookup::Missing);
-        assert_eq!(cache.insert(key, 0x100, layer(4), None, 2), [1]);
-        assert_eq!(cache.lookup(key, 0x100, &layer(4), None).unwrap(), Lookup::Ready);
-    }
-
-    #[test]
-    fn the_least_recently_used_is_given_up_beyond_the_limit() {
-        let mut cache = HandleCache::new(Relocation::Rebuild, Some(2));
-        let key = |n: u64| HandleKey::Address(n);
-        assert!(cache.insert(key(1), 1, layer(2), None, 1).is_empty());
-        assert!(cache.insert(key(2), 2, layer(2), None, 2).is_empty());
-        cache.get_mut(key(1)).unwrap();
-        assert_eq!(cache.insert(key(3), 3, layer(2), None, 3), [2]);
-        assert_eq!(cache.lookup(key(2), 2, &layer(2), None).unwrap(), Lookup::Missing);
-        assert_eq!(cache.lookup(key(1), 1, &layer(2), None).unwrap(), Lookup::Ready);
+    fn nothing_grows_without_bound() {
+        let mut handles = Handles::new(Relocation::Rebuild, Some(2));
+        let key = HandleKey::Address;
+        assert!(prepare(&mut handles, key(1), 1, routing(2, 5), 1).is_empty());
+        assert!(prepare(&mut handles, key(2), 2, routing(2, 5), 2).is_empty());
+        assert!(handles.ready(key(1), 1, &routing(2, 5).layer, None));
+        assert_eq!(prepare(&mut handles, key(3), 3, routing(2, 5), 3), [2], "the least recently used");
+        assert_eq!((handles.handle(2), handles.handle(1)), (None, Some(&1)));
+        for memory in 0..2 * MOST_OF_GRAPHS as u64 {
+            handles.captured(memory, Captured { key: key(memory), routing: routing(2, 5) });
+        }
+        assert!(handles.graphs.len() <= MOST_OF_GRAPHS && handles.entries.len() <= 2);
+        assert!(handles.question(Call::Dispatch, key(1 << 40), 1 << 40).1.by_graph, "any memory may be a graph's");
     }
 }
