@@ -3,6 +3,7 @@
 . "$(dirname "$0")/../common.sh"
 check "cargo fmt" cargo fmt --all --check
 check "cargo clippy" cargo clippy --workspace --all-targets --locked -- -D warnings
+check "arrows between files" cargo test --quiet --locked -p nvte-ep-core --test architecture
 check "cargo doc" env RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
 check "generated headers are current" cargo run --quiet --locked -p nvte-ep-codegen -- headers --check
 wheels=$("$ROOT/qa/wheels.sh")
