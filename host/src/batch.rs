@@ -107,7 +107,7 @@ pub fn end() -> Outcome<()> {
     let Batch { set_ups, pending, .. } = BATCH.take();
     let results: Vec<Outcome<()>> = std::thread::scope(|scope| {
         let threads: Vec<_> =
-            set_ups.into_iter().map(|job| scope.spawn(|| fault::contain(job).map_err(check::sign))).collect();
+            set_ups.into_iter().map(|job| scope.spawn(|| fault::contain(job).map_err(check::annotate))).collect();
         threads
             .into_iter()
             .map(|thread| {

@@ -385,7 +385,7 @@ impl Channel {
     /// Ends the channel for everyone with a breach that this rank has found.
     fn end(&self, fault: Fault) -> Fault {
         check::act_as(self.rank);
-        let fault = check::sign(fault);
+        let fault = check::annotate(fault);
         self.control.fail(self.rank, &fault.text);
         fault
     }

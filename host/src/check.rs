@@ -1,6 +1,6 @@
 //! The contract checker: rules whose breach makes a GPU abort, hang or compute garbage, each a report with a name here.
 //!
-//! A fault that [`Fault::breaks`] a rule becomes a report where it leaves the library: [`sign`] adds the rank, the call
+//! A fault that [`Fault::breaks`] a rule becomes a report where it leaves the library: [`annotate`] adds the rank, the call
 //! and the rule, and counts it. Breaches that the work cannot go on after are errors always; about the others, which
 //! [`breach`] takes, the environment decides.
 
@@ -275,12 +275,12 @@ pub fn last_report() -> String {
 }
 
 /// Makes a fault that breaks a rule a report, once; leaves others as they are.
-pub fn sign(mut fault: Fault) -> Fault {
-    let Some(rule) = fault.rule.filter(|_| !fault.signed) else { return fault };
+pub fn annotate(mut fault: Fault) -> Fault {
+    let Some(rule) = fault.rule.filter(|_| !fault.annotated) else { return fault };
     let ordinal = device::selected().ordinal;
     let who = RANK.get().or_else(|| comm::rank_on(ordinal)).map_or(Who::Device(ordinal), Who::Rank);
     fault.text = Report { rule, who, call: CALL.get(), found: &fault.text }.to_string();
-    fault.signed = true;
+    fault.annotated = true;
     COUNTS[rule as usize].fetch_add(1, Ordering::Relaxed);
     LAST.lock().clone_from(&fault.text);
     fault
@@ -314,7 +314,7 @@ fn breached(rule: Rule, found: impl Into<String>) -> Fault {
 /// Prints and counts a breach.
 fn print(fault: Fault) {
     let Some(rule) = fault.rule else { return };
-    let report = sign(fault);
+    let report = annotate(fault);
     match rule.reports() {
         ..=PRINTED => fault::report(&report.text),
         count if count == PRINTED + 1 => {

@@ -164,7 +164,7 @@ impl Device {
         let text = CString::new(fault.text.replace('\0', "?")).unwrap_or_default();
         self.sticky.get_or_init(|| {
             // Before anybody sees the error, and may end the process for it. A report names the rank itself.
-            match fault.signed {
+            match fault.annotated {
                 true => fault::report(&fault.text),
                 false => fault::report(&format!("device {}: {}", self.ordinal, fault.text)),
             }

@@ -19,8 +19,8 @@ pub struct Fault {
     pub text: String,
     /// The rule of the contract that is broken, if one is.
     pub rule: Option<Rule>,
-    /// Whether the text says so already ([`crate::check::sign`]).
-    pub signed: bool,
+    /// Whether the text says so already ([`crate::check::annotate`]).
+    pub annotated: bool,
 }
 
 /// Result of everything below the C surface.
@@ -39,7 +39,7 @@ impl Fault {
 
     /// An error that means something to both interfaces.
     pub fn both(cuda: cudaError_t, nccl: ncclResult_t, text: impl Into<String>) -> Self {
-        Self { cuda, nccl, text: text.into(), rule: None, signed: false }
+        Self { cuda, nccl, text: text.into(), rule: None, annotated: false }
     }
 
     /// Names the rule of the contract that the error is a breach of.

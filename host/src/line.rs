@@ -183,7 +183,7 @@ impl LineState {
             let mut channel = state.channel.lock();
             channel.replay = replay;
             check::act_as(channel.rank());
-            let done = crate::fault::contain(|| run(&mut channel)).map_err(check::sign);
+            let done = crate::fault::contain(|| run(&mut channel)).map_err(check::annotate);
             channel.finish();
             if let Err(fault) = &done {
                 channel.fail(fault);

@@ -376,7 +376,7 @@ impl Stream {
             // The thread began with that of the program's, and a host function may have changed it.
             float::reset();
             if let Err(fault) = contain(|| (work.run)(sticky)) {
-                self.device.poison(check::sign(fault));
+                self.device.poison(check::annotate(fault));
             }
             // What the work held is gone for those who wait for its end.
             drop(work.run);

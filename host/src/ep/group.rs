@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::mem::size_of;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::thread::ThreadId;
 
@@ -15,7 +15,6 @@ use crate::check::{self, Rule};
 use crate::comm::Comm;
 use crate::device::SM_COUNT;
 use crate::ep::desc::invalid;
-use crate::ep::handle::Handle;
 use crate::ep::memory_layout::{MemoryLayout, Rows};
 use crate::fault::{Fault, Outcome};
 use crate::graph;
@@ -53,6 +52,8 @@ pub struct Group {
     pub duplicates: bool,
     /// The caller's allocator for handle memory.
     pub allocator: Option<Allocator>,
+    /// Handles that are not destroyed.
+    pub handles: AtomicUsize,
     destroyed: AtomicBool,
     /// The thread that is in a call about the group, and how often.
     user: Mutex<Option<(ThreadId, u32)>>,
@@ -255,6 +256,7 @@ impl Group {
             zero_copy,
             duplicates,
             allocator,
+            handles: AtomicUsize::new(0),
             destroyed: AtomicBool::new(false),
             user: Mutex::default(),
         });
@@ -315,7 +317,7 @@ impl Group {
             return Ok(());
         }
         self.check_comm("ncclEpGroupDestroy")?;
-        let handles = Handle::live(self);
+        let handles = self.handles.load(Ordering::Relaxed);
         if handles > 0 {
             let text = format!("ncclEpGroupDestroy: ep_group has {handles} handles that are not destroyed");
             check::breach(Rule::LiveHandles, text)?;

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, LazyLock};
 
 use nvte_ep_bindings::*;
@@ -127,6 +128,7 @@ impl Handle {
             owned,
         });
         let address = Arc::as_ptr(&handle) as usize;
+        group.handles.fetch_add(1, Ordering::Relaxed);
         HANDLES.lock().insert(address, handle);
         stats::count(|s| &s.handles_created);
         Ok(address)
@@ -146,11 +148,6 @@ impl Handle {
         Ok(found)
     }
 
-    /// Handles of a group that are not destroyed.
-    pub fn live(group: &Group) -> usize {
-        HANDLES.lock().values().filter(|handle| std::ptr::eq(&raw const *handle.group, group)).count()
-    }
-
     /// `ncclEpHandleDestroy`.
     pub fn destroy(handle: ncclEpHandle_t) -> Outcome<()> {
         if handle.is_null() {
@@ -163,6 +160,7 @@ impl Handle {
             let text = format!("ncclEpHandleDestroy: {handle:p} is not a live EP handle");
             return Err(invalid(text).breaks(Rule::DestroyedObject));
         };
+        found.group.handles.fetch_sub(1, Ordering::Relaxed);
         check::act_as(found.group.comm.rank);
         let _use = found.group.enter("ncclEpHandleDestroy")?;
         stats::count(|s| &s.handles_destroyed);

@@ -83,8 +83,8 @@ fn driver_current(work: impl FnOnce(&'static Device) -> Outcome<()>) -> CUresult
 
 fn code_of(work: impl FnOnce() -> Outcome<()>) -> cudaError_t {
     let Err(fault) = contain(work) else { return cudaSuccess };
-    let fault = check::sign(fault);
-    if fault.signed && !is_sticky(&fault) {
+    let fault = check::annotate(fault);
+    if fault.annotated && !is_sticky(&fault) {
         report(&fault.text);
     }
     fault.cuda
@@ -107,7 +107,7 @@ fn nccl(work: impl FnOnce() -> Outcome<()>) -> ncclResult_t {
     match done {
         Ok(()) => ncclSuccess,
         Err(fault) => {
-            let fault = check::sign(fault);
+            let fault = check::annotate(fault);
             if !is_sticky(&fault) {
                 report(&fault.text);
             }
