@@ -40,9 +40,9 @@ impl Group {
     /// Checks where a tensor with windows or scales lies.
     #[inline(never)]
     fn resolve(&mut self, tensor: &mut TensorView, reached_by_peers: bool) -> Result<()> {
-        let address = self.symm.check_window(tensor)?;
+        let address = self.window_address(tensor)?;
         let scales = match scales_of(tensor) {
-            Some(scales) if scales.window.is_some() => self.symm.check_window(&scales)?,
+            Some(scales) if scales.window.is_some() => self.window_address(&scales)?,
             Some(scales) => self.require_reachable(&scales).map(|()| None)?,
             None => None,
         };
@@ -61,6 +61,16 @@ impl Group {
             (kept.data, kept.window) = (address, None);
         }
         Ok(())
+    }
+
+    /// Where a tensor with a window lies, if that can be known. Of a window that the program registered itself, NCCL tells where
+    /// it begins and not where it ends; the driver tells where its memory ends.
+    fn window_address(&mut self, tensor: &TensorView) -> Result<Option<u64>> {
+        let Some((address, within)) = self.symm.check_window(tensor)? else { return Ok(None) };
+        if !within {
+            self.require_reachable(&TensorView { data: address, ..*tensor })?;
+        }
+        Ok(Some(address))
     }
 
     /// # Errors

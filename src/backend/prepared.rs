@@ -210,7 +210,9 @@ fn name_of(handle: &HandleRef) -> String {
 fn not_prepared(handle: &HandleRef) -> Error {
     let what = name_of(handle);
     let since = "or its memory was prepared for another layer since, or does not hold what was prepared";
-    Error::State(format!("{what} was not prepared ({since}): call nvte_ep_prepare first"))
+    Error::State(format!(
+        "{what} was not prepared ({since}): call nvte_ep_prepare first; layers must not share handle memory"
+    ))
 }
 
 #[cold]

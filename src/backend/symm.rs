@@ -299,11 +299,12 @@ impl Symm {
         outcome.map(|()| window)
     }
 
-    /// Checks a tensor's window, if it has one, against what is known of it; returns the address, where there is one.
+    /// Checks a tensor's window, if it has one, against what is known of it; returns the address, where there is one, and
+    /// whether the tensor is known to end within the window's memory, as it is not in windows that a program registered.
     ///
     /// # Errors
     /// A window that is not of the communicator or ends before the tensor does, or a data pointer that is elsewhere.
-    pub(super) fn check_window(&self, tensor: &TensorView) -> Result<Option<u64>> {
+    pub(super) fn check_window(&self, tensor: &TensorView) -> Result<Option<(u64, bool)>> {
         let Some(window) = tensor.window else { return Ok(None) };
         let bytes = tensor.byte_len();
         if bytes == 0 {
@@ -313,17 +314,17 @@ impl Symm {
             .pool
             .place_in(window)
             .map_err(|found| Error::argument(tensor.window_field("offset"), "must lie in an allocation", found))?;
-        let address = match known {
-            Some(place) if bytes <= place.room => Some(place.address),
+        let found = match known {
+            Some(place) if bytes <= place.room => Some((place.address, true)),
             Some(place) => {
                 let required = format!("must leave room for the tensor's {bytes} bytes in its allocation");
                 let found = format!("{}, behind which there are {} bytes", window.offset, place.room);
                 return Err(Error::argument(tensor.window_field("offset"), required, found));
             }
-            None => self.user_pointer(tensor, window)?,
+            None => self.user_pointer(tensor, window)?.map(|address| (address, false)),
         };
-        match address {
-            Some(address) if tensor.data != 0 && tensor.data != address => Err(Error::argument(
+        match found {
+            Some((address, _)) if tensor.data != 0 && tensor.data != address => Err(Error::argument(
                 tensor.name,
                 format!("must lie where its window says, at {address:#x}, or have no data pointer"),
                 format!("{:#x}", tensor.data),

@@ -387,6 +387,29 @@ TEST_F(WindowErrors, AllocationsThatEndBeforeTheTensor) {
   Refuses("nvte_ep_dispatch", {"recv_tokens_win.offset", "must lie in an allocation"}, [&] { dispatch.Call(); });
 }
 
+// Of a window that the library did not make, the memory's end is known: a tensor may not lie over it.
+TEST_F(WindowErrors, ProgramsWindowsThatEndBeforeTheTensor) {
+  if (!EveryShapeIsCheap()) GTEST_SKIP() << "on GPUs memory is mapped in pieces of 2 MiB, one behind the other";
+  const std::size_t bytes = capacity() * kHidden * 2;
+  OwnWindow memory(bytes, World::Get().comm());
+  const Tensor none(nullptr, kNVTEBFloat16, {capacity(), kHidden});
+  for (const bool with_pointer : {false, true}) {
+    const Tensor behind(memory.data() + 4096, kNVTEBFloat16, {capacity(), kHidden});
+    const NVTETensor tensor = with_pointer ? behind.get() : none.get();
+    DispatchArgs dispatch = step().dispatch_args();
+    dispatch.recv_tokens = tensor;
+    dispatch.recv_tokens_win = memory.At(4096);
+    Refuses("nvte_ep_dispatch", {"recv_tokens", "must have the memory of its " + std::to_string(bytes) + " bytes"},
+            [&] { dispatch.Call(); });
+    CombineArgs combine = step().combine_args();
+    combine.expert_out = tensor;
+    combine.expert_out_win = memory.At(4096);
+    Refuses("nvte_ep_combine", {"expert_out", "must have the memory of its " + std::to_string(bytes) + " bytes"},
+            [&] { combine.Call(); });
+  }
+  World::Get().Wait();
+}
+
 TEST_F(WindowErrors, FreedMemory) {
   const Tensor none(nullptr, kNVTEBFloat16, {capacity(), kHidden});
   CombineArgs combine = step().combine_args();

@@ -10,6 +10,7 @@ use super::{HeaderOut, Machine};
 use crate::backend::routing::header::{COUNTERS_END, INVALID_INDICES_OFFSET};
 use crate::config::{GroupConfig, LayerConfig, Overflow, RecvCapacity, Transfer};
 use crate::dtype::DType;
+use crate::env::RuntimeKind;
 use crate::error::{Error, Result};
 use crate::memory::GroupMemory;
 use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare};
@@ -323,9 +324,12 @@ impl Group {
             true => fatal.iter().any(|fatal| i64::from(*fatal) == code),
             false => code == i64::from(b::ncclUnhandledCudaError),
         };
+        // A GPU gives no reason for a trap. The host runtime does, and most are others: a rank that is missing, memory that
+        // nobody wrote.
+        let may_be_overflow = |text: &str| self.base.runtime == RuntimeKind::Cuda || text.contains("overflow");
         match (&error, self.config.recv_capacity, self.config.overflow) {
             (Error::Library { call, code, text }, RecvCapacity::Fixed(rows), Overflow::Trap)
-                if is_fatal(call, *code) =>
+                if is_fatal(call, *code) && may_be_overflow(text) =>
             {
                 let text = format!(
                     "{text}; if a step needed more rows than max_recv_tokens_per_rank, {rows}: raise it, or initialize with \
