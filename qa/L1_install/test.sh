@@ -222,4 +222,5 @@ weight() {
   [ "$kib" -lt 12000 ]
 }
 check "size beside TransformerEngine's" weight
+check "sizes in README.md and docs/install.md" qa/L1_install/sizes.py --check "$work/full"
 finish

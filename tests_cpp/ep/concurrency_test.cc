@@ -50,7 +50,7 @@ void InThreads(int count, const std::function<void(int)>& body) {
   for (int i = 0; i < count; ++i) EXPECT_EQ(errors[i], "") << "thread " << i;
 }
 
-// Lets threads in one after the other.
+// Lets threads in one after the other, and tells which of them is in.
 class Turn {
  public:
   explicit Turn(int threads) : threads_(threads) {}
@@ -58,6 +58,8 @@ class Turn {
   void Take(int i, const std::function<void()>& call) {
     std::unique_lock<std::mutex> lock(mutex_);
     moved_.wait(lock, [&] { return next_ == i; });
+    lock.unlock();
+    busy_ = true;
     try {
       call();
     } catch (...) {
@@ -66,21 +68,29 @@ class Turn {
     }
     Pass();
   }
+  // Whether a thread is in its call.
+  bool Busy() const { return busy_; }
+  // Whether it is the turn of thread `i`.
+  bool Next(int i) const { return next_ == i; }
 
  private:
   void Pass() {
+    busy_ = false;
+    const std::lock_guard<std::mutex> lock(mutex_);
     next_ = (next_ + 1) % threads_;
     moved_.notify_all();
   }
 
   const int threads_;
-  int next_ = 0;
+  std::atomic<int> next_{0};
+  std::atomic<bool> busy_{false};
   std::mutex mutex_;
   std::condition_variable moved_;
 };
 
 // Four threads of a rank, each with a layer of its own, take turns call by call: all ranks make the same calls in the
-// same order, and each comes from another thread than the one before.
+// same order, and each comes from another thread than the one before. A thread that has had its turn makes calls that need
+// no order, beside the call of the next one.
 TEST(Threads, TakeTurnsOnOneGroup) {
   constexpr int kThreads = 4;
   Group group(Small());
@@ -95,15 +105,30 @@ TEST(Threads, TakeTurnsOnOneGroup) {
   World::Get().Wait();
   Turn turn(kThreads);
   const int rounds = EveryShapeIsCheap() ? 20 : 200;
+  std::vector<int> overlaps(kThreads);
   InThreads(kThreads, [&](int i) {
+    PrepareArgs wrong = steps[i]->prepare_args();
+    wrong.topk_idx = nullptr;
+    const auto take = [&](const std::function<void()>& call) {
+      turn.Take(i, call);
+      // Not for ever: behind the last call nobody comes.
+      bool overlapped = false;
+      for (int tries = 0; tries < 100 && !overlapped && !turn.Next(i); ++tries) {
+        overlapped = turn.Busy();
+        const testing::AssertionResult refused = Throws("nvte_ep_prepare", {"topk_idx", "null"}, [&] { wrong.Call(); });
+        if (!refused) throw std::runtime_error(refused.message());
+        overlaps[i] += overlapped;
+      }
+    };
     for (int round = 0; round < rounds; ++round) {
-      turn.Take(i, [&] { steps[i]->prepare_args().Call(); });
-      turn.Take(i, [&] { steps[i]->dispatch_args().Call(); });
-      turn.Take(i, [&] { steps[i]->combine_args().Call(); });
-      turn.Take(i, [&] { steps[i]->combine_bwd_args().Call(); });
-      turn.Take(i, [&] { steps[i]->dispatch_bwd_args().Call(); });
+      take([&] { steps[i]->prepare_args().Call(); });
+      take([&] { steps[i]->dispatch_args().Call(); });
+      take([&] { steps[i]->combine_args().Call(); });
+      take([&] { steps[i]->combine_bwd_args().Call(); });
+      take([&] { steps[i]->dispatch_bwd_args().Call(); });
     }
   });
+  for (int i = 0; i < kThreads; ++i) EXPECT_GT(overlaps[i], 0) << "thread " << i << " never met another one's call";
   for (int i = 0; i < kThreads; ++i) {
     SCOPED_TRACE("thread " + std::to_string(i));
     CheckAll(*steps[i]);
