@@ -17,6 +17,7 @@
 //! | [`symm_pool`] | which bytes of which segment of symmetric memory are taken |
 //! | `progress` | how far each rank has come, for who waits too long |
 //! | `preflight` | what would make the libraries below abort or hang, looked at first |
+//! | [`diagnose`] | the same rules one by one, for `nvte-ep doctor` |
 //! | [`sys`] | the loaded libraries |
 //! | [`ffi`] | what the C surfaces share: types, tensors, the error boundary |
 
@@ -26,6 +27,10 @@ compile_error!("nvte-ep needs panic = \"unwind\": its error boundary turns panic
 mod atomic;
 pub mod backend;
 pub mod config;
+pub mod diagnose {
+    //! What a machine has for expert parallelism, by the rules of `nvte_ep_initialize`, each by itself.
+    pub use crate::preflight::report::{Finding, Level, report};
+}
 pub mod dtype;
 pub mod env;
 pub mod error;

@@ -3,6 +3,7 @@
 mod cache;
 mod compiler;
 mod place;
+pub mod report;
 mod variables;
 
 pub(crate) use place::Place;
@@ -144,60 +145,9 @@ fn jit_from(
 ) -> Result<JitSettings> {
     let nvcc = compiler::find_nvcc(env, limit)?;
     let sites = site_packages(nccl);
-
-    // lib/libnccl_ep.so beside include/; or in the nccl-extensions wheel nccl/ep/lib/cu13/libnccl_ep.so beside
-    // nccl/ep/include; or in TransformerEngine's wheel wheel_lib/libnccl_ep.so beside wheel_lib/nccl_ep/include.
-    let homes = env(NCCL_EP_HOME.name).map(PathBuf::from).into_iter();
-    let in_te = ancestors(nccl_ep, 1).into_iter().map(|folder| folder.join("nccl_ep"));
-    let homes = homes.chain(ancestors(nccl_ep, 2)).chain(ancestors(nccl_ep, 3)).chain(in_te);
-    let homes = homes.chain(sites.iter().map(|site| site.join("nccl/ep")));
-    let sources = find(
-        "NCCL EP's device headers",
-        "NCCL_EP_JIT_SOURCE_DIR",
-        env,
-        homes.map(|home| home.join("include/nccl_ep")),
-        &["device/ht_ep.cuh", "common.hpp", "../nccl_ep.h"],
-        "install the nccl-extensions wheel, or set NCCL_EP_HOME to a folder that has include/nccl_ep",
-    )?;
-
-    let named = env(NCCL_HOME.name).map(PathBuf::from);
-    if let Some(text) = named.as_deref().and_then(|home| unfit_headers(home, version)) {
-        tracing::warn!(target: "nvte_ep", "{text}; looking elsewhere");
-    }
-    let homes = named.into_iter().chain(ancestors(nccl, 2));
-    let homes = homes.chain(sites.iter().map(|site| site.join("nvidia/nccl")));
-    let homes = homes.chain(NCCL_PREFIXES.map(PathBuf::from)).map(|home| home.join("include"));
-    let nccl_headers = find(
-        "NCCL's headers",
-        "NCCL_EP_JIT_BUILD_INCLUDE_DIR",
-        env,
-        homes.filter(|path| header_version(path).is_some_and(|v| v == version)),
-        &["nccl.h", "nccl_device.h"],
-        &format!("install those of NCCL {}, the running one, or set NCCL_HOME to its folder", version_text(version)),
-    )?;
-    if let Some(found) = header_version(&nccl_headers).filter(|found| *found != version) {
-        return Err(Error::Preflight {
-            problem: format!(
-                "NCCL {} is running, but the headers for NCCL EP's compiler in {} are of {}",
-                version_text(version),
-                nccl_headers.display(),
-                version_text(found)
-            ),
-            remedy: "set NCCL_EP_JIT_BUILD_INCLUDE_DIR to headers of the running version".into(),
-        });
-    }
-
-    let homes = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(|name| env(name)).map(PathBuf::from);
-    let toolkit = ancestors(Some(&nvcc), 2);
-    let cuda_headers = find(
-        "CUDA's headers",
-        "NCCL_EP_JIT_CUDA_INCLUDE_DIR",
-        env,
-        homes.chain(toolkit).chain([PathBuf::from("/usr/local/cuda")]).map(|home| home.join("include")),
-        &["cuda_runtime.h"],
-        "install the CUDA toolkit, or set CUDA_HOME to it",
-    )?;
-
+    let sources = device_headers(nccl_ep, &sites, env)?;
+    let nccl_headers = nccl_headers(nccl, &sites, version, env)?;
+    let cuda_headers = cuda_headers(Some(&nvcc), env)?;
     Ok(JitSettings(vec![
         ("NCCL_EP_JIT_NVCC", nvcc),
         ("NCCL_EP_JIT_SOURCE_DIR", sources),
@@ -205,6 +155,65 @@ fn jit_from(
         ("NCCL_EP_JIT_CUDA_INCLUDE_DIR", cuda_headers),
         (cache::VARIABLE, cache::directory(env)?),
     ]))
+}
+
+/// lib/libnccl_ep.so beside include/; or in the nccl-extensions wheel nccl/ep/lib/cu13/libnccl_ep.so beside
+/// nccl/ep/include; or in TransformerEngine's wheel wheel_lib/libnccl_ep.so beside wheel_lib/nccl_ep/include.
+fn device_headers(nccl_ep: Option<&Path>, sites: &[PathBuf], env: Lookup<'_>) -> Result<PathBuf> {
+    let homes = env(NCCL_EP_HOME.name).map(PathBuf::from).into_iter();
+    let in_te = ancestors(nccl_ep, 1).into_iter().map(|folder| folder.join("nccl_ep"));
+    let homes = homes.chain(ancestors(nccl_ep, 2)).chain(ancestors(nccl_ep, 3)).chain(in_te);
+    let homes = homes.chain(sites.iter().map(|site| site.join("nccl/ep")));
+    find(
+        "NCCL EP's device headers",
+        "NCCL_EP_JIT_SOURCE_DIR",
+        env,
+        homes.map(|home| home.join("include/nccl_ep")),
+        &["device/ht_ep.cuh", "common.hpp", "../nccl_ep.h"],
+        "install the nccl-extensions wheel, or set NCCL_EP_HOME to a folder that has include/nccl_ep",
+    )
+}
+
+fn nccl_headers(nccl: Option<&Path>, sites: &[PathBuf], version: i32, env: Lookup<'_>) -> Result<PathBuf> {
+    let named = env(NCCL_HOME.name).map(PathBuf::from);
+    if let Some(text) = named.as_deref().and_then(|home| unfit_headers(home, version)) {
+        tracing::warn!(target: "nvte_ep", "{text}; looking elsewhere");
+    }
+    let homes = named.into_iter().chain(ancestors(nccl, 2));
+    let homes = homes.chain(sites.iter().map(|site| site.join("nvidia/nccl")));
+    let homes = homes.chain(NCCL_PREFIXES.map(PathBuf::from)).map(|home| home.join("include"));
+    let folder = find(
+        "NCCL's headers",
+        "NCCL_EP_JIT_BUILD_INCLUDE_DIR",
+        env,
+        homes.filter(|path| header_version(path).is_some_and(|v| v == version)),
+        &["nccl.h", "nccl_device.h"],
+        &format!("install those of NCCL {}, the running one, or set NCCL_HOME to its folder", version_text(version)),
+    )?;
+    if let Some(found) = header_version(&folder).filter(|found| *found != version) {
+        return Err(Error::Preflight {
+            problem: format!(
+                "NCCL {} is running, but the headers for NCCL EP's compiler in {} are of {}",
+                version_text(version),
+                folder.display(),
+                version_text(found)
+            ),
+            remedy: "set NCCL_EP_JIT_BUILD_INCLUDE_DIR to headers of the running version".into(),
+        });
+    }
+    Ok(folder)
+}
+
+fn cuda_headers(nvcc: Option<&Path>, env: Lookup<'_>) -> Result<PathBuf> {
+    let homes = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(|name| env(name)).map(PathBuf::from);
+    find(
+        "CUDA's headers",
+        "NCCL_EP_JIT_CUDA_INCLUDE_DIR",
+        env,
+        homes.chain(ancestors(nvcc, 2)).chain([PathBuf::from("/usr/local/cuda")]).map(|home| home.join("include")),
+        &["cuda_runtime.h"],
+        "install the CUDA toolkit, or set CUDA_HOME to it",
+    )
 }
 
 /// On the host runtime there is nothing to compile; a test may ask for what a machine without a compiler sees.

@@ -19,6 +19,9 @@ _nvte__ep() {
             nvte__ep,bench)
                 cmd="nvte__ep__subcmd__bench"
                 ;;
+            nvte__ep,doctor)
+                cmd="nvte__ep__subcmd__doctor"
+                ;;
             nvte__ep,help)
                 cmd="nvte__ep__subcmd__help"
                 ;;
@@ -30,6 +33,9 @@ _nvte__ep() {
                 ;;
             nvte__ep__subcmd__help,bench)
                 cmd="nvte__ep__subcmd__help__subcmd__bench"
+                ;;
+            nvte__ep__subcmd__help,doctor)
+                cmd="nvte__ep__subcmd__help__subcmd__doctor"
                 ;;
             nvte__ep__subcmd__help,help)
                 cmd="nvte__ep__subcmd__help__subcmd__help"
@@ -47,7 +53,7 @@ _nvte__ep() {
 
     case "${cmd}" in
         nvte__ep)
-            opts="-h -V --help --version run bench launch help"
+            opts="-h -V --help --version run bench launch doctor help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 1 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -134,8 +140,26 @@ _nvte__ep() {
             COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
             return 0
             ;;
+        nvte__subcmd__ep__subcmd__doctor)
+            opts="-h --runtime --run --json --help"
+            if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
+                COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+                return 0
+            fi
+            case "${prev}" in
+                --runtime)
+                    COMPREPLY=($(compgen -W "host cuda" -- "${cur}"))
+                    return 0
+                    ;;
+                *)
+                    COMPREPLY=()
+                    ;;
+            esac
+            COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+            return 0
+            ;;
         nvte__subcmd__ep__subcmd__help)
-            opts="run bench launch help"
+            opts="run bench launch doctor help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -149,6 +173,20 @@ _nvte__ep() {
             return 0
             ;;
         nvte__subcmd__ep__subcmd__help__subcmd__bench)
+            opts=""
+            if [[ ${cur} == -* || ${COMP_CWORD} -eq 3 ]] ; then
+                COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+                return 0
+            fi
+            case "${prev}" in
+                *)
+                    COMPREPLY=()
+                    ;;
+            esac
+            COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+            return 0
+            ;;
+        nvte__subcmd__ep__subcmd__help__subcmd__doctor)
             opts=""
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 3 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )

@@ -29,6 +29,7 @@ complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -s V -l version -d 'Print 
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "run" -d 'Run a mixture-of-experts layer, forward and backward, and check every output against a reference'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "bench" -d 'Time staged against zero-copy groups, in bfloat16 and MXFP8, with the device memory that each takes, and check that both give the same bits'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "launch" -d 'Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU'
+complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "doctor" -d 'Look at what this machine has for expert parallelism, and say what is missing and what to do about it'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "help" -d 'Print this message or the help of the given subcommand(s)'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -s n -l ranks -l np -l nproc-per-node -d 'Ranks to start [default: 4; under a launcher, as many as it started]' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l tokens -d 'Most tokens a rank sends in one step' -r
@@ -76,7 +77,13 @@ cuda\t'The machine\'s own CUDA and NCCL'"
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand launch" -l grace -d 'Seconds that the other ranks have when one has failed, or a signal has come, before they are ended' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand launch" -l timeout -d 'Seconds after which all ranks are ended' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand launch" -s h -l help -d 'Print help (see more with \'--help\')'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch help" -f -a "run" -d 'Run a mixture-of-experts layer, forward and backward, and check every output against a reference'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch help" -f -a "bench" -d 'Time staged against zero-copy groups, in bfloat16 and MXFP8, with the device memory that each takes, and check that both give the same bits'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch help" -f -a "launch" -d 'Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch help" -f -a "help" -d 'Print this message or the help of the given subcommand(s)'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand doctor" -l runtime -d 'For which runtime [default: NVTE_EP_RUNTIME if set; else cuda]' -r -f -a "host\t'The host runtime, in place of the CUDA and NCCL libraries too that the program is linked to'
+cuda\t'The machine\'s own CUDA and NCCL'"
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand doctor" -l run -d 'Also run a step, of two ranks where they find room'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand doctor" -l json -d 'Print machine-readable results; docs/doctor.md has their form'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand doctor" -s h -l help -d 'Print help (see more with \'--help\')'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor help" -f -a "run" -d 'Run a mixture-of-experts layer, forward and backward, and check every output against a reference'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor help" -f -a "bench" -d 'Time staged against zero-copy groups, in bfloat16 and MXFP8, with the device memory that each takes, and check that both give the same bits'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor help" -f -a "launch" -d 'Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor help" -f -a "doctor" -d 'Look at what this machine has for expert parallelism, and say what is missing and what to do about it'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor help" -f -a "help" -d 'Print this message or the help of the given subcommand(s)'

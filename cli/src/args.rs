@@ -27,6 +27,10 @@ pub enum Command {
     /// rank fails, the others have a grace time to end by themselves; the exit code is that of the first one that failed,
     /// 128 + the signal that ended it, or 124 where the time was up. What the ranks have started ends with the run.
     Launch(LaunchArgs),
+    /// Look at what this machine has for expert parallelism, and say what is missing and what to do about it.
+    ///
+    /// Exit code 0: usable; 1: not, and the report says why.
+    Doctor(DoctorArgs),
 }
 
 /// The subcommands whose ranks are the command itself.
@@ -110,6 +114,20 @@ pub struct LaunchArgs {
     /// The program and its arguments.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
     pub program: Vec<OsString>,
+}
+
+/// The arguments of `doctor`.
+#[derive(Debug, Clone, Args)]
+pub struct DoctorArgs {
+    /// For which runtime [default: NVTE_EP_RUNTIME if set; else cuda].
+    #[arg(long, value_enum)]
+    pub runtime: Option<LaunchRuntime>,
+    /// Also run a step, of two ranks where they find room.
+    #[arg(long)]
+    pub run: bool,
+    /// Print machine-readable results; docs/doctor.md has their form.
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Which runtime the run asks for.
@@ -403,7 +421,7 @@ mod tests {
 
     #[test]
     fn nothing_else_exists() {
-        assert!(Cli::try_parse_from(["nvte-ep", "doctor"]).is_err());
+        assert!(Cli::try_parse_from(["nvte-ep", "surgeon"]).is_err());
         assert!(Cli::try_parse_from(["nvte-ep", "run", "--dtype", "f64"]).is_err());
     }
 

@@ -1,7 +1,7 @@
 //! The `nvte-ep` command.
 //!
 //! `run` takes a mixture-of-experts layer through libnvte_ep.so on several ranks and checks every output; `bench` times
-//! staged against zero-copy groups; [`mod@launch`] starts any program on several ranks.
+//! staged against zero-copy groups; [`mod@launch`] starts any program on several ranks; [`doctor`] says what is missing here.
 //! [`args`]: the command line. [`runtime`]: CUDA or host. [`process`], [`supervise`], [`guard`]: ranks that this command
 //! starts. [`launched`]: ranks that mpirun and others start. [`rendezvous`], [`directory`]: how ranks meet. [`library`],
 //! [`device`]: what they call. [`session`]: a rank's libraries and communicator. [`step`], [`mod@bench`]: what
@@ -14,6 +14,7 @@ mod compare;
 mod device;
 mod digest;
 mod directory;
+mod doctor;
 mod element;
 mod emulate;
 mod experts;
@@ -39,6 +40,7 @@ use clap::{CommandFactory, Parser};
 use element::Dtype;
 use half::{bf16, f16};
 use launched::LaunchedRank;
+use nvte_ep_core::env::RuntimeKind;
 use nvte_ep_core::error::Error;
 use progress::Progress;
 use rendezvous::Rendezvous;
@@ -92,21 +94,27 @@ fn main() -> ExitCode {
         guard::main(directory.into());
         return ExitCode::SUCCESS;
     }
+    if std::env::var_os(doctor::PROBE_VARIABLE).is_some() {
+        doctor::probe_main();
+        return ExitCode::SUCCESS;
+    }
     if std::env::var_os(runtime::PROBE_VARIABLE).is_some() {
         runtime::probe_main();
         return ExitCode::SUCCESS;
     }
     let cli = Cli::try_parse_from(args::normalized(std::env::args_os())).unwrap_or_else(|error| end_by_clap(&error));
+    let variable = std::env::var(runtime::RUNTIME_VARIABLE).ok();
     let command = match cli.command {
         Command::Job(job) => job,
         Command::Launch(args) => {
-            let variable = std::env::var(runtime::RUNTIME_VARIABLE).ok();
-            let runtime = runtime::for_launch(args.runtime, variable.as_deref());
+            let runtime = runtime::asked_for(args.runtime, variable.as_deref(), RuntimeKind::Host);
             let runtime = runtime.unwrap_or_else(|error| refuse("launch", &error));
-            return launch::run(&args, runtime).unwrap_or_else(|error| {
-                eprintln!("nvte-ep launch: {error}");
-                ExitCode::FAILURE
-            });
+            return finish("launch", launch::run(&args, runtime));
+        }
+        Command::Doctor(args) => {
+            let runtime = runtime::asked_for(args.runtime, variable.as_deref(), RuntimeKind::Cuda);
+            let runtime = runtime.unwrap_or_else(|error| refuse("doctor", &error));
+            return finish("doctor", doctor::run(&args, runtime));
         }
     };
     let outcome = match std::env::var(supervise::TICKET_VARIABLE) {
@@ -117,8 +125,13 @@ fn main() -> ExitCode {
             Err(error) => refuse(command.name(), &error),
         },
     };
+    finish(command.name(), outcome)
+}
+
+/// The exit code of a subcommand, after its error is printed.
+fn finish(subcommand: &str, outcome: Outcome<ExitCode>) -> ExitCode {
     outcome.unwrap_or_else(|error| {
-        eprintln!("nvte-ep {}: {error}", command.name());
+        eprintln!("nvte-ep {subcommand}: {error}");
         ExitCode::FAILURE
     })
 }

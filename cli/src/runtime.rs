@@ -85,14 +85,18 @@ fn from_variable(variable: Option<&str>) -> Result<Option<RuntimeKind>, String> 
     Ok(Some(kind.ok_or_else(|| format!("{RUNTIME_VARIABLE} must be cuda or host, got {text}"))?))
 }
 
-/// The runtime of `nvte-ep launch`, from the command line and `NVTE_EP_RUNTIME`.
-pub fn for_launch(arg: Option<LaunchRuntime>, variable: Option<&str>) -> Result<RuntimeKind, String> {
+/// The runtime of `launch` and `doctor`: of the command line, else of `NVTE_EP_RUNTIME`, else `default`.
+pub fn asked_for(
+    arg: Option<LaunchRuntime>,
+    variable: Option<&str>,
+    default: RuntimeKind,
+) -> Result<RuntimeKind, String> {
     let variable = from_variable(variable)?;
     let arg = arg.map(|arg| match arg {
         LaunchRuntime::Host => RuntimeKind::Host,
         LaunchRuntime::Cuda => RuntimeKind::Cuda,
     });
-    Ok(arg.or(variable).unwrap_or(RuntimeKind::Host))
+    Ok(arg.or(variable).unwrap_or(default))
 }
 
 /// Chooses from the command line, `NVTE_EP_RUNTIME` and what `probe` finds.
@@ -222,6 +226,7 @@ mod tests {
 
     #[test]
     fn launched_programs() {
+        let for_launch = |arg, variable| super::asked_for(arg, variable, RuntimeKind::Host);
         assert_eq!(for_launch(None, None), Ok(RuntimeKind::Host));
         assert_eq!(for_launch(None, Some("cuda")), Ok(RuntimeKind::Cuda));
         assert_eq!(for_launch(Some(LaunchRuntime::Host), Some("cuda")), Ok(RuntimeKind::Host));

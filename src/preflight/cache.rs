@@ -19,12 +19,9 @@ const LEAST: u64 = 4 << 20;
 /// The folder for compiled kernels: the user's choice, or one of this user's own (NCCL EP's default is shared by all
 /// users of the machine). It has to be writable, and nobody else's.
 pub(super) fn directory(env: Lookup<'_>) -> Result<PathBuf> {
-    // SAFETY: cannot fail and touches nothing.
-    let user = unsafe { libc::geteuid() };
-    let chosen = env(VARIABLE).map(PathBuf::from);
-    let folder = chosen.clone().unwrap_or_else(|| {
-        env("TMPDIR").map_or_else(|| PathBuf::from("/tmp"), PathBuf::from).join(format!("nvte_ep_jit_{user}"))
-    });
+    let user = user();
+    let chosen = env(VARIABLE);
+    let folder = place(env);
     let refuse = |why: String| Error::Preflight {
         problem: format!("NCCL EP's compile cache {} {why}", folder.display()),
         remedy: format!("set {VARIABLE} to a folder that you can write"),
@@ -57,8 +54,22 @@ pub(super) fn directory(env: Lookup<'_>) -> Result<PathBuf> {
     Ok(folder)
 }
 
+fn user() -> u32 {
+    // SAFETY: cannot fail and touches nothing.
+    unsafe { libc::geteuid() }
+}
+
+/// Where the folder is, or will be.
+pub(super) fn place(env: Lookup<'_>) -> PathBuf {
+    let default = || {
+        let temporary = env("TMPDIR").map_or_else(|| PathBuf::from("/tmp"), PathBuf::from);
+        temporary.join(format!("nvte_ep_jit_{}", user()))
+    };
+    env(VARIABLE).map_or_else(default, PathBuf::from)
+}
+
 /// Why code from this folder is a risk, if it is.
-fn trust(owner: u32, mode: u32, user: u32) -> Option<String> {
+pub(super) fn trust(owner: u32, mode: u32, user: u32) -> Option<String> {
     if owner != user {
         return Some(format!("belongs to user {owner}, whose compiled code would run here"));
     }
@@ -79,7 +90,7 @@ fn free_bytes(folder: &Path) -> Option<u64> {
 }
 
 /// The failure markers in `folder`, which has a folder for each kernel, all in one folder in it.
-fn failures(folder: &Path) -> Vec<PathBuf> {
+pub(super) fn failures(folder: &Path) -> Vec<PathBuf> {
     let inside = |folder: &Path| -> Vec<PathBuf> {
         let entries = folder.read_dir().into_iter().flatten().flatten();
         entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect()

@@ -66,9 +66,7 @@ pub(super) fn base(env: &Env) -> Result<Base> {
             nccl_path: None,
         });
     }
-    let remedy =
-        "install the NVIDIA driver, or set NVTE_EP_RUNTIME=host (nvte-ep run: --runtime host) to run without a GPU";
-    let driver = open_first("the CUDA driver", remedy, ["libcuda.so.1".into()])?;
+    let driver = driver_library()?;
     let nccl = nccl_library(env)?;
     let table = nccl::Nccl::from_library(nccl).map_err(|e| incomplete("NCCL", &e))?;
     Ok(Base {
@@ -83,14 +81,7 @@ pub(super) fn nccl_ep(base: &Base, env: &Env) -> Result<NcclEpLibrary> {
     let library = if base.runtime == RuntimeKind::Host {
         host_library(env)?
     } else {
-        let remedy = "install NCCL EP (pip install nccl-extensions) or set NVTE_EP_NCCL_EP_LIB to libnccl_ep.so";
-        match &env.nccl_ep_lib {
-            Some(path) => open_first("NCCL EP", remedy, [path.clone()])?,
-            None => {
-                let sites = site_packages(base.nccl_path.as_deref());
-                open_first("NCCL EP", remedy, nccl_ep_search(env, &own_directories(), &NCCL_PREFIXES, &sites))?
-            }
-        }
+        nccl_ep_library(base.nccl_path.as_deref(), env)?
     };
     let functions = ep::NcclEp::from_library(library).map_err(|e| incomplete("NCCL EP", &e))?;
     let host_compiler = match base.runtime {
@@ -102,9 +93,56 @@ pub(super) fn nccl_ep(base: &Base, env: &Env) -> Result<NcclEpLibrary> {
     Ok(NcclEpLibrary { path: file_of(functions.ncclEpDispatch as *const c_void), functions, host_compiler })
 }
 
+/// The CUDA driver.
+pub(crate) fn driver_library() -> Result<&'static Library> {
+    let remedy =
+        "install the NVIDIA driver, or set NVTE_EP_RUNTIME=host (nvte-ep run: --runtime host) to run without a GPU";
+    open_first("the CUDA driver", remedy, ["libcuda.so.1".into()])
+}
+
+/// NCCL EP, for the NCCL of this file: the named one, or the first that [`nccl_ep_search`] finds.
+pub(crate) fn nccl_ep_library(nccl: Option<&Path>, env: &Env) -> Result<&'static Library> {
+    let remedy = "install NCCL EP (pip install nccl-extensions) or set NVTE_EP_NCCL_EP_LIB to libnccl_ep.so";
+    match &env.nccl_ep_lib {
+        Some(path) => open_first("NCCL EP", remedy, [path.clone()]),
+        None => {
+            open_first("NCCL EP", remedy, nccl_ep_search(env, &own_directories(), &NCCL_PREFIXES, &site_packages(nccl)))
+        }
+    }
+}
+
+/// All files that [`nccl_library`] could take, in its order, with the version that each reports; loads them. `used` is the
+/// one that it took, whose Python environment counts too.
+pub(crate) fn nccl_candidates(env: &Env, used: Option<&Path>) -> Vec<(PathBuf, i32)> {
+    let mut found: Vec<(PathBuf, i32)> = Vec::new();
+    for candidate in nccl_search(env, &NCCL_PREFIXES, &site_packages(used)).candidates {
+        // SAFETY: loading runs the library's constructors; these are the places of NCCL that the library itself tries.
+        let Ok(opened) = (unsafe { UnixLibrary::open(Some(&candidate), RTLD_NOW | RTLD_LOCAL) }) else { continue };
+        let library: Library = opened.into();
+        // SAFETY: looks the symbol up; NCCL declares it so.
+        let get = unsafe { library.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(b"ncclGetVersion\0") };
+        let path = get.ok().and_then(|get| file_of(*get as *const c_void));
+        let version = path.as_deref().and_then(version_of);
+        if let (Some(path), Some(version)) = (path, version)
+            && !found.iter().any(|(there, _)| *there == path)
+        {
+            found.push((path, version));
+        }
+        // Its threads and state cannot be unloaded.
+        std::mem::forget(library);
+    }
+    found
+}
+
+/// Whether the file of this loaded library is the host runtime, under whatever name.
+pub(crate) fn is_host_runtime(library: &Library) -> bool {
+    // SAFETY: only the symbol's presence is asked for; it is not called.
+    unsafe { library.get::<*const c_void>(b"nvte_ep_host_stats\0") }.is_ok()
+}
+
 const HOST: &str = "the host runtime";
 
-fn host_library(env: &Env) -> Result<&'static Library> {
+pub(crate) fn host_library(env: &Env) -> Result<&'static Library> {
     let name = "libnvte_ep_host.so";
     let candidates = match &env.host_lib {
         Some(path) => vec![path.clone()],
@@ -124,7 +162,7 @@ fn host_library(env: &Env) -> Result<&'static Library> {
 }
 
 /// NCCL: the named file, else what the process has, else the first that [`nccl_search`] finds.
-fn nccl_library(env: &Env) -> Result<&'static Library> {
+pub(crate) fn nccl_library(env: &Env) -> Result<&'static Library> {
     let remedy = "install NCCL 2.30.4 or later (pip install nvidia-nccl-cu13) or set NVTE_EP_NCCL_LIB to its path";
     if let Some(path) = &env.nccl_lib {
         return open_first("NCCL", remedy, [path.clone()]);
@@ -271,7 +309,7 @@ fn open_first(library: &'static str, remedy: &str, search: impl Into<Search>) ->
     Err(Error::Load { library, tried, remedy: remedy.into() })
 }
 
-fn incomplete(library: &'static str, error: &libloading::Error) -> Error {
+pub(crate) fn incomplete(library: &'static str, error: &libloading::Error) -> Error {
     Error::Load {
         library,
         tried: vec![chain(error)],
