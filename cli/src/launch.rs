@@ -20,7 +20,7 @@ const AFTER_TERM: Duration = Duration::from_secs(2);
 /// Exit code where the time was up, that of timeout(1).
 const TIME_OUT: u8 = 124;
 /// Ranks that fail within this time of each other: whichever is seen first need not be the cause.
-const TOGETHER: Duration = Duration::from_millis(100);
+const TOGETHER: Duration = Duration::from_millis(250);
 /// Signals that are passed on to the ranks; all but the last two also end the run.
 const SIGNALS: [Signal; 6] = [Signal::INT, Signal::TERM, Signal::HUP, Signal::QUIT, Signal::USR1, Signal::USR2];
 
