@@ -91,6 +91,11 @@ enum NVTEEpStatus nvte_ep_try_register_layer(NVTEEpLayerConfig layer_config,
                                              uint64_t *result);
 
 /**
+ * nvte_ep_ext_unregister_layer, returning a status.
+ */
+enum NVTEEpStatus nvte_ep_try_ext_unregister_layer(uint64_t id);
+
+/**
  * nvte_ep_prepare, returning a status.
  *
  * What the caller vouches for:

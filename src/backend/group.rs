@@ -37,6 +37,14 @@ impl EpGroup {
         self.lock()?.group.register_layer(config)
     }
 
+    /// Ends a registration; host only.
+    ///
+    /// # Errors
+    /// An id that is not registered, or what the engine reports.
+    pub fn unregister_layer(&self, id: u64) -> Result<()> {
+        self.lock()?.group.unregister_layer(id)
+    }
+
     /// Bytes of handle memory that `layer` needs, for handles that go by their address; host only.
     ///
     /// # Errors

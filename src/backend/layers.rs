@@ -6,6 +6,10 @@ use crate::config::LayerConfig;
 use crate::error::{Error, Result};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+/// What an id of a layer must be.
+const KNOWN_ID: &str =
+    "must be an id that nvte_ep_register_layer returned since the last nvte_ep_initialize, and not unregistered";
+
 impl Group {
     pub(super) fn register_layer(&mut self, config: LayerConfig) -> Result<(u64, usize)> {
         let limit = self.env.handle_cache_size.limit(self.config.dialect.default_handle_limit);
@@ -20,6 +24,18 @@ impl Group {
         self.layers.insert(id, layer);
         tracing::debug!(target: "nvte_ep", id, ?layer, "layer registered");
         Ok((id, layer.mem_bytes()))
+    }
+
+    /// Ends a registration. Queued work and captured graphs use the handle memory, not the engine's handle, which is closed.
+    pub(super) fn unregister_layer(&mut self, id: u64) -> Result<()> {
+        if self.layers.remove(&id).is_none() {
+            return Err(Error::argument("id", KNOWN_ID, id));
+        }
+        self.handles.forget(id);
+        for handle in self.handles.take_gone() {
+            self.engine.close(handle)?;
+        }
+        Ok(())
     }
 
     /// A layer that fits the group, and what its handle memory has to hold.
@@ -41,10 +57,7 @@ impl Group {
 
     #[inline]
     pub(super) fn registered_layer(&self, id: u64) -> Result<Layer> {
-        self.layers.get(&id).copied().ok_or_else(|| {
-            let required = "must be an id that nvte_ep_register_layer returned since the last nvte_ep_initialize";
-            Error::argument("handle.id", required, id)
-        })
+        self.layers.get(&id).copied().ok_or_else(|| Error::argument("handle.id", KNOWN_ID, id))
     }
 
     /// The layer that a prepare claims, over memory that is fit for it.

@@ -67,6 +67,16 @@ pub unsafe extern "C-unwind" fn nvte_ep_register_layer(
     })
 }
 
+/// Ends the registration of a layer on the current device's group before nvte_ep_shutdown does; host only. An addition of nvte-ep.
+/// Queued work and captured graphs over the layer's handle memory go on; that memory may be given to another layer.
+///
+/// id: from nvte_ep_register_layer. It is unknown afterwards, and no layer gets it again.
+/// Throws without a group, and for an unknown id.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn nvte_ep_ext_unregister_layer(id: u64) {
+    guard("nvte_ep_ext_unregister_layer", || crate::surface::nvte_ep_ext_unregister_layer(id));
+}
+
 /// Exchanges the routing of one step among the ranks and keeps it in handle.mem. Collective, queued on stream.
 ///
 /// topk_idx: [T, K] int64 or int32, the experts of each token. An index that is negative, or no expert, routes

@@ -1,4 +1,4 @@
-//! The eight functions of the register_layer ABI: parse, call. `exports` and `twins` are generated from them; what they do
+//! The eight functions of the register_layer ABI, and one of ours about layers: parse, call. `exports` and `twins` are generated from them; what they do
 //! is in abi/ep.md.
 //!
 //! Shapes: T = tokens of this rank in this step (0 to max_tokens_per_rank), H = hidden size, K = the layer's top_k,
@@ -44,6 +44,10 @@ pub(crate) unsafe fn nvte_ep_register_layer(
     // SAFETY: not NULL, and the caller vouches for what it points to.
     unsafe { handle_mem_size.write(bytes) };
     Ok(id)
+}
+
+pub(crate) fn nvte_ep_ext_unregister_layer(id: u64) -> Result<()> {
+    core::current_group()?.unregister_layer(id)
 }
 
 pub(crate) unsafe fn nvte_ep_prepare(

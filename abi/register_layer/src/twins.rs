@@ -54,6 +54,12 @@ pub unsafe extern "C" fn nvte_ep_try_register_layer(
     unsafe { status::with_result("nvte_ep_register_layer", result, call) }
 }
 
+/// nvte_ep_ext_unregister_layer, returning a status.
+#[unsafe(no_mangle)]
+pub extern "C" fn nvte_ep_try_ext_unregister_layer(id: u64) -> NVTEEpStatus {
+    status::of("nvte_ep_ext_unregister_layer", || crate::surface::nvte_ep_ext_unregister_layer(id))
+}
+
 /// nvte_ep_prepare, returning a status.
 ///
 /// # Safety

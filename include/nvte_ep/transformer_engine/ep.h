@@ -135,6 +135,15 @@ uint64_t nvte_ep_register_layer(struct NVTEEpLayerConfig layer_config,
                                 size_t *handle_mem_size);
 
 /**
+ * Ends the registration of a layer on the current device's group before nvte_ep_shutdown does; host only. An addition of nvte-ep.
+ * Queued work and captured graphs over the layer's handle memory go on; that memory may be given to another layer.
+ *
+ * id: from nvte_ep_register_layer. It is unknown afterwards, and no layer gets it again.
+ * Throws without a group, and for an unknown id.
+ */
+void nvte_ep_ext_unregister_layer(uint64_t id);
+
+/**
  * Exchanges the routing of one step among the ranks and keeps it in handle.mem. Collective, queued on stream.
  *
  * topk_idx: [T, K] int64 or int32, the experts of each token. An index that is negative, or no expert, routes

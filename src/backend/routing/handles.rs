@@ -192,6 +192,14 @@ impl<H> Handles<H> {
         self.gone.extend(former.map(|open| open.handle));
     }
 
+    /// The registration `id` has ended: of its memory nothing is remembered but graphs, and its handle is to be closed.
+    pub(in crate::backend) fn forget(&mut self, id: u64) {
+        let Some(memory) = self.places.remove(&id) else { return };
+        if self.entries.peek(&memory).is_some_and(|entry| entry.note.key() == HandleKey::Registered(id)) {
+            self.gone.extend(self.entries.pop(&memory).and_then(|entry| entry.open).map(|open| open.handle));
+        }
+    }
+
     /// The handles that were given up since this was last asked, to be closed.
     pub(in crate::backend) fn take_gone(&mut self) -> impl Iterator<Item = H> + '_ {
         self.gone.drain(..)

@@ -149,6 +149,26 @@ TEST(Registered, IdsOfAnEarlierGroupAreUnknown) {
   RunStep(second, 3041);
 }
 
+// Other layers go on, in the same memory too, and there is room for another.
+TEST(Registered, RegistrationsEndBeforeTheGroup) {
+  setenv("NVTE_EP_HANDLE_CACHE_SIZE", "2", 1);
+  Group group{GroupShape()};
+  unsetenv("NVTE_EP_HANDLE_CACHE_SIZE");
+  const Layer first(2, 1), second(2, 1);
+  Step<BFloat16> step(group, first, RandomRouting(UnevenRows(9), 2, Experts(group), 3050), 3050);
+  step.ForwardAndBackward();
+  step.Prepare();
+  nvte_ep_ext_unregister_layer(first.id());
+  EXPECT_TRUE(Throws("nvte_ep_ext_unregister_layer", {"id", std::to_string(first.id())},
+                     [&] { nvte_ep_ext_unregister_layer(first.id()); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_unregister_layer", {"id", "got 0"}, [] { nvte_ep_ext_unregister_layer(0); }));
+  EXPECT_TRUE(Throws("nvte_ep_dispatch", {"handle.id", std::to_string(first.id())}, [&] { step.Dispatch(); }));
+  Step<BFloat16>(group, second, RandomRouting(UnevenRows(9), 2, Experts(group), 3051), 3051).ForwardAndBackward();
+  const Layer third(2, 1);
+  EXPECT_NE(third.id(), first.id());
+  Step<BFloat16>(group, third, RandomRouting(UnevenRows(9), 2, Experts(group), 3052), 3052).ForwardAndBackward();
+}
+
 TEST(Registered, LayerLimitOfTheEnvironment) {
   setenv("NVTE_EP_HANDLE_CACHE_SIZE", "3", 1);
   {
