@@ -1,5 +1,5 @@
-// What the examples share: finding the other ranks without MPI, owners of CUDA's and NCCL's objects, and a step whose right
-// values are known.
+// What the examples share: finding the other ranks without MPI, owners of CUDA's and NCCL's objects, and a step whose
+// right values are known.
 #ifndef NVTE_EP_EXAMPLES_COMMON_H_
 #define NVTE_EP_EXAMPLES_COMMON_H_
 
@@ -41,8 +41,9 @@ struct Place {
   }
 };
 
-// A file that all ranks of this run on this machine know: their launcher is their parent, and no other process of the machine's
-// life has its number and its start time. NVTE_EP_EXAMPLE_RENDEZVOUS names another, on a shared file system for several machines.
+// A file that all ranks of this run on this machine know: their launcher is their parent, and no other process of the
+// machine's life has its number and its start time. NVTE_EP_EXAMPLE_RENDEZVOUS names another, on a shared file system
+// for several machines.
 inline std::string rendezvous_file() {
   if (const char* named = std::getenv("NVTE_EP_EXAMPLE_RENDEZVOUS")) return named;
   const std::string parent = std::to_string(getppid());
@@ -53,8 +54,8 @@ inline std::string rendezvous_file() {
   for (int i = 2; i < 22 && at != std::string::npos; ++i) at = text.find(' ', at + 1);
   const std::string started = at == std::string::npos ? "" : text.substr(at + 1, text.find(' ', at + 1) - at - 1);
   const char* folder = std::getenv("TMPDIR");
-  return std::string(folder == nullptr ? "/tmp" : folder) + "/nvte_ep_example_" + std::to_string(getuid()) + "_" + parent +
-         "_" + started;
+  return std::string(folder == nullptr ? "/tmp" : folder) + "/nvte_ep_example_" + std::to_string(getuid()) + "_" +
+         parent + "_" + started;
 }
 
 // The communicator of all ranks, each on a device of its own as far as there are enough.
@@ -137,8 +138,8 @@ class Device {
 
 // ---- a step ----
 
-// Every token goes to two experts, on different ranks where there are two, and the experts pass rows through: so the result
-// is twice the token.
+// Every token goes to two experts, on different ranks where there are two, and the experts pass rows through: so the
+// result is twice the token.
 struct Problem {
   explicit Problem(const Place& place)
       : rank(static_cast<std::size_t>(place.rank)), ranks(static_cast<std::size_t>(place.size)) {}
@@ -164,7 +165,8 @@ struct Problem {
   // Small whole numbers, so that sums are exact; another `seed` gives others.
   std::vector<float> rows(std::size_t seed = 0) const {
     std::vector<float> all(T * H);
-    for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<float>((rank * T + i / H + i % H + seed * 7) % 64);
+    for (std::size_t i = 0; i < all.size(); ++i)
+      all[i] = static_cast<float>((rank * T + i / H + i % H + seed * 7) % 64);
     return all;
   }
 };

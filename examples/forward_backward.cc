@@ -22,7 +22,8 @@ int step(const Place& place) {
   const nvte_ep::Handle handle(layer, memory.data());
 
   const Device<std::int64_t> experts(p.experts());
-  const Device<float> weights(p.weights()), tokens(p.rows()), received(p.C * p.H), received_weights(p.C), sums(p.T * p.H);
+  const Device<float> weights(p.weights()), tokens(p.rows()), received(p.C * p.H), received_weights(p.C),
+      sums(p.T * p.H);
   const Device<std::int32_t> slabs(p.L);
   const nvte_ep::Tensor topk_idx(experts.data(), {p.T, p.K}), counts(slabs.data(), {p.L});
   const nvte_ep::Tensor in(tokens.data(), {p.T, p.H}), topk_weights(weights.data(), {p.T, p.K});
@@ -35,9 +36,11 @@ int step(const Place& place) {
   handle.combine({recv, out}, stream);
 
   // The gradient of the result goes to all rows of a token, and back through dispatch.
-  const Device<float> gradients(p.rows(1)), row_gradients(p.C * p.H), token_gradients(p.T * p.H), weight_gradients(p.T * p.K);
+  const Device<float> gradients(p.rows(1)), row_gradients(p.C * p.H), token_gradients(p.T * p.H),
+      weight_gradients(p.T * p.K);
   const nvte_ep::Tensor grad(gradients.data(), {p.T, p.H}), grad_rows(row_gradients.data(), {p.C, p.H});
-  const nvte_ep::Tensor grad_tokens(token_gradients.data(), {p.T, p.H}), grad_weights(weight_gradients.data(), {p.T, p.K});
+  const nvte_ep::Tensor grad_tokens(token_gradients.data(), {p.T, p.H}),
+      grad_weights(weight_gradients.data(), {p.T, p.K});
   handle.combine_bwd({grad, grad_rows}, stream);
   // The gradient of the received weights is what the experts make; here the weights themselves.
   handle.dispatch_bwd({grad_rows, recv_weights, grad_tokens, grad_weights}, stream);

@@ -1,6 +1,6 @@
-// A pipeline schedule, one forward, one backward (1F1B): two micro-batches are in flight at a time. Each has a handle and memory of
-// its own from its forward to its backward; a handle that is prepared again too early would give the first one's gradients
-// the second one's routing.
+// A pipeline schedule, one forward, one backward (1F1B): two micro-batches are in flight at a time. Each has a handle
+// and memory of its own from its forward to its backward; a handle that is prepared again too early would give the
+// first one's gradients the second one's routing.
 #include <nvte_ep.hpp>
 
 #include "common.h"

@@ -1,5 +1,5 @@
-// TransformerEngine's ABI: a program of its users, which compiles with its headers or with ours (include/nvte_ep/te) and runs with
-// libtransformer_engine.so, its or ours.
+// TransformerEngine's ABI: a program of its users, which compiles with its headers or with ours (include/nvte_ep/te)
+// and runs with libtransformer_engine.so, its or ours.
 #include <transformer_engine/ep.h>
 #include <transformer_engine/transformer_engine.h>
 
@@ -29,7 +29,8 @@ int step(const Place& place) {
 
   const Device<std::uint8_t> memory(bytes);
   const Device<std::int64_t> experts(p.experts()), slabs(p.L), rows(1);
-  const Device<float> weights(p.weights()), tokens(p.rows()), received(p.C * p.H), received_weights(p.C), sums(p.T * p.H);
+  const Device<float> weights(p.weights()), tokens(p.rows()), received(p.C * p.H), received_weights(p.C),
+      sums(p.T * p.H);
   const TensorWrapper handle_mem(memory.data(), Sizes{bytes}, DType::kByte);
   const TensorWrapper topk_idx(experts.data(), Sizes{p.T, p.K}, DType::kInt64);
   const TensorWrapper counts(slabs.data(), Sizes{p.L}, DType::kInt64), total(rows.data(), Sizes{1}, DType::kInt64);
@@ -40,8 +41,9 @@ int step(const Place& place) {
   const TensorWrapper out(sums.data(), Sizes{p.T, p.H}, DType::kFloat32);
 
   const NVTECommWindow none = {};
-  nvte_ep_prepare_and_dispatch(handle_mem.data(), topk_idx.data(), in.data(), none, topk_weights.data(), none, recv.data(),
-                               none, recv_weights.data(), none, counts.data(), total.data(), &layer, stream);
+  nvte_ep_prepare_and_dispatch(handle_mem.data(), topk_idx.data(), in.data(), none, topk_weights.data(), none,
+                               recv.data(), none, recv_weights.data(), none, counts.data(), total.data(), &layer,
+                               stream);
   nvte_ep_combine(handle_mem.data(), recv.data(), none, out.data(), stream);
   stream.wait();
   const int count = wrong(sums.get(), p.rows(), 2) + (rows.get()[0] != static_cast<std::int64_t>(p.T * p.K));

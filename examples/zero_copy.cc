@@ -1,5 +1,5 @@
-// A zero-copy group: peers write rows straight into this rank's receive buffer, which lies in symmetric memory, and read the
-// experts' output there.
+// A zero-copy group: peers write rows straight into this rank's receive buffer, which lies in symmetric memory, and
+// read the experts' output there.
 #include <nvte_ep.hpp>
 
 #include "common.h"

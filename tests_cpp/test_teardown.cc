@@ -240,8 +240,8 @@ int SignalsAreThePrograms() {
   return Leave();
 }
 
-// The system has no thread for what watches the calls: no group without it, on any rank. A stack of 64 TiB is what no system
-// has; the host runtime's threads have been started, and Rust reads the variable once a library.
+// The system has no thread for what watches the calls: no group without it, on any rank. A stack of 64 TiB is what no
+// system has; the host runtime's threads have been started, and Rust reads the variable once a library.
 int NoThreadForTheWatch() {
   void* memory = nullptr;
   TEST_CUDA(cudaMalloc(&memory, 4));
@@ -253,8 +253,9 @@ int NoThreadForTheWatch() {
     Initialize(World::Get().comm(), Shape().Config());
     Fail("initialize went through");
   } catch (const std::exception& error) {
-    const char* const own = "nvte_ep_initialize: rank 0 cannot take part: the thread that watches the group's calls could not "
-                            "be started (";
+    const char* const own =
+        "nvte_ep_initialize: rank 0 cannot take part: the thread that watches the group's calls could not "
+        "be started (";
     if (std::strstr(error.what(), own) != error.what()) Fail(error.what());
   }
   return Leave();

@@ -89,8 +89,8 @@ class Turn {
 };
 
 // Four threads of a rank, each with a layer of its own, take turns call by call: all ranks make the same calls in the
-// same order, and each comes from another thread than the one before. A thread that has had its turn makes calls that need
-// no order, beside the call of the next one.
+// same order, and each comes from another thread than the one before. A thread that has had its turn makes calls that
+// need no order, beside the call of the next one.
 TEST(Threads, TakeTurnsOnOneGroup) {
   constexpr int kThreads = 4;
   Group group(Small());

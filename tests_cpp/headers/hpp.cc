@@ -1,6 +1,9 @@
 // Every part of nvte_ep.hpp, compiled in each dialect and for each ABI.
 #include <nvte_ep.hpp>
+// Twice: the formatter would take the second away.
+// clang-format off
 #include <nvte_ep.hpp>
+// clang-format on
 
 int Use(void* comm, float* floats, std::int64_t* indices, const std::uint8_t* bytes, cudaStream_t stream);
 int Use(void* comm, float* floats, std::int64_t* indices, const std::uint8_t* bytes, cudaStream_t stream) {

@@ -12,19 +12,19 @@ struct dim3 {
   unsigned int x, y, z;
 };
 extern "C" {
-void **__cudaRegisterFatBinary(void *);
-void __cudaRegisterFatBinaryEnd(void **);
-void __cudaUnregisterFatBinary(void **);
-char __cudaInitModule(void **);
-void __cudaRegisterFunction(void **, const char *, char *, const char *, int, void *, void *, dim3 *, dim3 *, int *);
-void __cudaRegisterVar(void **, char *, char *, const char *, int, size_t, int, int);
-unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, void *);
-cudaError_t __cudaPopCallConfiguration(dim3 *, dim3 *, size_t *, void *);
-cudaError_t __cudaGetKernel(void **, const void *);
-cudaError_t __cudaLaunchKernel(void *, dim3, dim3, void **, size_t, cudaStream_t);
-cudaError_t cudaLaunchKernel(const void *, dim3, dim3, void **, size_t, cudaStream_t);
-cudaError_t cudaFuncSetAttribute(const void *, int, int);
-ncclResult_t ncclCommShrink(ncclComm_t, int *, int, ncclComm_t *, ncclConfig_t *, int);
+void** __cudaRegisterFatBinary(void*);
+void __cudaRegisterFatBinaryEnd(void**);
+void __cudaUnregisterFatBinary(void**);
+char __cudaInitModule(void**);
+void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, dim3*, dim3*, int*);
+void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int);
+unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, void*);
+cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*);
+cudaError_t __cudaGetKernel(void**, const void*);
+cudaError_t __cudaLaunchKernel(void*, dim3, dim3, void**, size_t, cudaStream_t);
+cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t);
+cudaError_t cudaFuncSetAttribute(const void*, int, int);
+ncclResult_t ncclCommShrink(ncclComm_t, int*, int, ncclComm_t*, ncclConfig_t*, int);
 }
 
 static int failed;
@@ -33,19 +33,19 @@ static int failed;
 
 static long image[4];
 static char constant[16];
-static void scale(float *) {}
+static void scale(float*) {}
 
 struct Registration {
-  void **handle = __cudaRegisterFatBinary(image);
+  void** handle = __cudaRegisterFatBinary(image);
   Registration() {
-    __cudaRegisterFunction(handle, (const char *)scale, (char *)"scale", "_Z5scalePf", -1, 0, 0, 0, 0, 0);
+    __cudaRegisterFunction(handle, (const char*)scale, (char*)"scale", "_Z5scalePf", -1, 0, 0, 0, 0, 0);
     __cudaRegisterVar(handle, constant, constant, "constant", 0, sizeof constant, 1, 0);
     __cudaRegisterFatBinaryEnd(handle);
   }
   ~Registration() { __cudaUnregisterFatBinary(handle); }
 } registration;
 
-int main(int, char **arguments) {
+int main(int, char** arguments) {
   EXPECT(__cudaInitModule(registration.handle));
   // kernel<<<2, 32, 64, stream>>>(values)
   cudaStream_t stream;
@@ -57,21 +57,22 @@ int main(int, char **arguments) {
   EXPECT(__cudaPopCallConfiguration(&grid, &block, &memory, &there) == cudaSuccess);
   EXPECT(grid.x == 2 && block.x == 32 && memory == 64 && there == stream);
   EXPECT(__cudaPopCallConfiguration(&grid, &block, &memory, &there) == cudaErrorMissingConfiguration);
-  EXPECT(cudaLaunchKernel((const void *)scale, grid, block, nullptr, memory, stream) == cudaErrorNotSupported);
-  void *kernel;
-  EXPECT(__cudaGetKernel(&kernel, (const void *)scale) == cudaSuccess);
+  EXPECT(cudaLaunchKernel((const void*)scale, grid, block, nullptr, memory, stream) == cudaErrorNotSupported);
+  void* kernel;
+  EXPECT(__cudaGetKernel(&kernel, (const void*)scale) == cudaSuccess);
   EXPECT(__cudaLaunchKernel(kernel, grid, block, nullptr, memory, stream) == cudaErrorNotSupported);
   EXPECT(cudaGetLastError() == cudaErrorNotSupported);
 
   // What exists and is refused.
-  EXPECT(cudaFuncSetAttribute((const void *)scale, 8, 1024) == cudaErrorNotSupported);
+  EXPECT(cudaFuncSetAttribute((const void*)scale, 8, 1024) == cudaErrorNotSupported);
   EXPECT(cudaGetLastError() == cudaErrorNotSupported);
   EXPECT(ncclCommShrink(nullptr, nullptr, 0, nullptr, nullptr, 0) == ncclInvalidUsage);
   EXPECT(strcmp(ncclGetLastError(nullptr), "ncclCommShrink: not supported by the host runtime") == 0);
 
   cudaDeviceProp properties;
   EXPECT(cudaGetDeviceProperties(&properties, 0) == cudaSuccess);
-  EXPECT(strcmp(properties.name, "nvte-ep host device") == 0 && properties.major == 9 && properties.multiProcessorCount == 132);
+  EXPECT(strcmp(properties.name, "nvte-ep host device") == 0 && properties.major == 9 &&
+         properties.multiProcessorCount == 132);
   EXPECT(properties.totalGlobalMem > 1 << 20 && properties.maxThreadsDim[2] == 64 && properties.warpSize == 32);
   EXPECT(cudaGetDeviceProperties(&properties, 7) == cudaErrorInvalidDevice);
   int reach;
