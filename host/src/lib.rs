@@ -10,7 +10,7 @@
 //! | [`memory`], [`copy`] | tracked device and pinned memory; copies and fills |
 //! | [`machine`] | how much memory there is |
 //! | [`channel`], [`sys`] | how ranks meet and exchange data through shared memory |
-//! | [`line`], [`batch`] | operations one behind the other; what a group of calls holds back |
+//! | [`mod@line`], [`batch`] | operations one behind the other; what a group of calls holds back |
 //! | [`comm`], [`windows`], [`collectives`], [`dtype`] | communicators, their memory and work; element types |
 //! | [`ep`] | EP groups, handles, routing, dispatch and combine |
 //! | [`fault`], [`errors`], [`stats`] | errors, their names, counters |

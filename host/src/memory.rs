@@ -18,7 +18,7 @@ use crate::fault::{Fault, Outcome};
 use crate::machine;
 use crate::sys::{self, FileId, Mapping};
 
-/// Every second byte of fresh device memory; see [`Allocation::poison`].
+/// Every second byte of fresh device memory; see `Allocation::poison`.
 pub const POISON: u8 = 0xCB;
 /// Bytes after which the content of fresh memory repeats.
 const PATTERN_BYTES: usize = 16;
