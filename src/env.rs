@@ -77,7 +77,7 @@ const HANDLE_CACHE_SIZE: Variable = Variable {
 const BACKEND: Variable = Variable {
     name: "NVTE_EP_BACKEND",
     default: "auto",
-    meaning: "what moves the rows: nccl_ep, native, or auto for the one that fits; the option backend comes first",
+    meaning: "what moves the rows: nccl_ep, native (docs/native_engine.md), or auto, which is nccl_ep today; the option backend comes first",
 };
 const TIMEOUT_MS: Variable = Variable {
     name: "NVTE_EP_TIMEOUT_MS",

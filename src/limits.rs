@@ -74,3 +74,26 @@ pub static NCCL_EP: Limits = Limits {
         aligned_capacity: true,
     },
 };
+
+/// The native engine (`kernels/native/`).
+pub static NATIVE: Limits = Limits {
+    name: "the native engine",
+    top_k: 32,
+    // Its shared memory for a rank's counts.
+    local_experts: 1024,
+    experts_multiple: 1,
+    tokens_multiple: 1,
+    // Rows move by 16-byte copies.
+    row_bytes_multiple: 16,
+    row_elements_multiple: 1,
+    // A row of scales is a 16-byte copy too, of a byte for 32 elements.
+    mxfp8_elements_multiple: 512,
+    bounded_eager_gradient: false,
+    zero_copy: ZeroCopyLimits {
+        ranks: 72,
+        recv_rows: (1 << 25) - 2,
+        duplicates: 32,
+        power_of_two_experts: false,
+        aligned_capacity: false,
+    },
+};

@@ -6,7 +6,7 @@ mod place;
 pub mod report;
 mod variables;
 
-pub(crate) use place::Place;
+pub(crate) use place::{Place, resident_sms, room_for};
 
 use crate::config::GroupConfig;
 use crate::env::{NCCL_EP_HOME, NCCL_HOME, RuntimeKind, process};

@@ -13,6 +13,7 @@ pub type CUstream_flags_enum = ::std::os::raw::c_uint;
 pub type CUevent_flags_enum = ::std::os::raw::c_uint;
 pub type CUdevice_attribute_enum = ::std::os::raw::c_uint;
 pub type CUpointer_attribute_enum = ::std::os::raw::c_uint;
+pub type CUfunction_attribute_enum = ::std::os::raw::c_uint;
 pub type CUstreamCaptureStatus_enum = ::std::os::raw::c_uint;
 pub type CUstreamCaptureMode_enum = ::std::os::raw::c_uint;
 pub type cudaError_enum = ::std::os::raw::c_uint;
@@ -615,6 +616,23 @@ pub const CU_POINTER_ATTRIBUTE_MAPPING_SIZE: CUpointer_attribute_enum = 18;
 pub const CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR: CUpointer_attribute_enum = 19;
 pub const CU_POINTER_ATTRIBUTE_MEMORY_BLOCK_ID: CUpointer_attribute_enum = 20;
 pub const CU_POINTER_ATTRIBUTE_IS_HW_DECOMPRESS_CAPABLE: CUpointer_attribute_enum = 21;
+pub const CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK: CUfunction_attribute_enum = 0;
+pub const CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES: CUfunction_attribute_enum = 1;
+pub const CU_FUNC_ATTRIBUTE_CONST_SIZE_BYTES: CUfunction_attribute_enum = 2;
+pub const CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES: CUfunction_attribute_enum = 3;
+pub const CU_FUNC_ATTRIBUTE_NUM_REGS: CUfunction_attribute_enum = 4;
+pub const CU_FUNC_ATTRIBUTE_PTX_VERSION: CUfunction_attribute_enum = 5;
+pub const CU_FUNC_ATTRIBUTE_BINARY_VERSION: CUfunction_attribute_enum = 6;
+pub const CU_FUNC_ATTRIBUTE_CACHE_MODE_CA: CUfunction_attribute_enum = 7;
+pub const CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: CUfunction_attribute_enum = 8;
+pub const CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: CUfunction_attribute_enum = 9;
+pub const CU_FUNC_ATTRIBUTE_CLUSTER_SIZE_MUST_BE_SET: CUfunction_attribute_enum = 10;
+pub const CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH: CUfunction_attribute_enum = 11;
+pub const CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_HEIGHT: CUfunction_attribute_enum = 12;
+pub const CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_DEPTH: CUfunction_attribute_enum = 13;
+pub const CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED: CUfunction_attribute_enum = 14;
+pub const CU_FUNC_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE: CUfunction_attribute_enum = 15;
+pub const CU_FUNC_ATTRIBUTE_MAX: CUfunction_attribute_enum = 16;
 pub const CU_STREAM_CAPTURE_STATUS_NONE: CUstreamCaptureStatus_enum = 0;
 pub const CU_STREAM_CAPTURE_STATUS_ACTIVE: CUstreamCaptureStatus_enum = 1;
 pub const CU_STREAM_CAPTURE_STATUS_INVALIDATED: CUstreamCaptureStatus_enum = 2;
@@ -1669,6 +1687,7 @@ impl Default for ncclCommProperties {
 }
 pub use self::CUdevice_attribute_enum as CUdevice_attribute;
 pub use self::CUevent_flags_enum as CUevent_flags;
+pub use self::CUfunction_attribute_enum as CUfunction_attribute;
 pub use self::CUpointer_attribute_enum as CUpointer_attribute;
 pub use self::CUstream_flags_enum as CUstream_flags;
 pub use self::CUstreamCaptureMode_enum as CUstreamCaptureMode;
@@ -1755,6 +1774,11 @@ unsafe extern "C" {
     pub fn cuEventSynchronize(hEvent: CUevent) -> CUresult;
     pub fn cuEventDestroy_v2(hEvent: CUevent) -> CUresult;
     pub fn cuEventElapsedTime_v2(pMilliseconds: *mut f32, hStart: CUevent, hEnd: CUevent) -> CUresult;
+    pub fn cuFuncSetAttribute(
+        hfunc: CUfunction,
+        attrib: CUfunction_attribute,
+        value: ::std::os::raw::c_int,
+    ) -> CUresult;
     pub fn cuLaunchKernel(
         f: CUfunction,
         gridDimX: ::std::os::raw::c_uint,
@@ -1883,6 +1907,12 @@ unsafe extern "C" {
     pub fn ncclGroupStart() -> ncclResult_t;
     pub fn ncclGroupEnd() -> ncclResult_t;
     pub fn ncclCommQueryProperties(comm: ncclComm_t, props: *mut ncclCommProperties_t) -> ncclResult_t;
+    pub fn ncclGetPeerDevicePointer(
+        window: ncclWindow_t,
+        offset: usize,
+        peer: ::std::os::raw::c_int,
+        outPtr: *mut *mut ::std::os::raw::c_void,
+    ) -> ncclResult_t;
 }
 unsafe extern "C-unwind" {
     pub fn ncclEpGetVersion(version: *mut ::std::os::raw::c_int) -> ncclResult_t;

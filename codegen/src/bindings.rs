@@ -32,6 +32,7 @@ const FUNCTIONS: &[&str] = &[
     "ncclMemFree",
     "ncclCommWindow(Register|Deregister)",
     "ncclWinGetUserPtr",
+    "ncclGetPeerDevicePointer",
     "cu(Init|DriverGetVersion|GetErrorName|GetErrorString)",
     "cuDevice(Get|GetCount|GetName|GetAttribute)",
     "cuDevicePrimaryCtx(Retain|Release)(_v2)?",
@@ -42,6 +43,7 @@ const FUNCTIONS: &[&str] = &[
     "cuPointerGetAttributes?",
     "cuModule(LoadData|Unload|GetFunction)",
     "cuLaunchKernel",
+    "cuFuncSetAttribute",
     "cuThreadExchangeStreamCaptureMode",
 ];
 const TYPES: &[&str] = &[

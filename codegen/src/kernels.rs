@@ -22,7 +22,7 @@ pub fn generate(root: &Path, nvrtc: &Path) -> Result<Vec<Output>, String> {
     sources.sort();
     let compile_one = |source: &std::path::PathBuf| {
         let text = std::fs::read_to_string(source).map_err(|e| format!("{}: {e}", source.display()))?;
-        let ptx = compile(&nvrtc, &text).map_err(|e| format!("{}: {e}", source.display()))?;
+        let ptx = compile(&nvrtc, &text, root).map_err(|e| format!("{}: {e}", source.display()))?;
         let name = source.file_stem().expect("it has an extension").to_string_lossy();
         Ok(Output { path: format!("kernels/{name}.ptx").into(), text: ptx })
     };
@@ -48,7 +48,7 @@ fn function<T: Copy>(nvrtc: &Library, name: &str) -> Result<T, String> {
     function.map(|function| *function).map_err(|e| e.to_string())
 }
 
-fn compile(nvrtc: &Library, source: &str) -> Result<String, String> {
+fn compile(nvrtc: &Library, source: &str, root: &Path) -> Result<String, String> {
     let source = CString::new(source).map_err(|e| e.to_string())?;
     let create: Create = function(nvrtc, "nvrtcCreateProgram")?;
     let compile: Compile = function(nvrtc, "nvrtcCompileProgram")?;
@@ -59,7 +59,9 @@ fn compile(nvrtc: &Library, source: &str) -> Result<String, String> {
         0 => {}
         code => return Err(format!("nvrtcCreateProgram returned {code}")),
     }
-    let options = [ARCHITECTURE.as_ptr()];
+    let include =
+        CString::new(format!("--include-path={}", root.join("kernels").display())).map_err(|e| e.to_string())?;
+    let options = [ARCHITECTURE.as_ptr(), c"--std=c++17".as_ptr(), include.as_ptr()];
     // SAFETY: the program is live, and the options live across the call.
     match unsafe { compile(program, options.len() as c_int, options.as_ptr()) } {
         0 => {}

@@ -73,7 +73,7 @@ pub unsafe fn initialize(comm: Communicator, request: GroupRequest, options: &Op
     fork::require_parent()?;
     let mark = fork::Mark::new()?;
     let mut env = Env::from_process()?;
-    let kind = EngineKind::choose(options, &env)?;
+    let kind = EngineKind::choose(options, &env);
     let config = GroupConfig::of(options.apply(request)?, kind.limits())?;
     if comm.0 == 0 {
         let required = format!("must be an ncclComm_t over the group's {} ranks", config.ep_size);

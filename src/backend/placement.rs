@@ -28,7 +28,7 @@ impl Group {
         for (index, tensor) in call.payloads().into_iter().enumerate() {
             match tensor {
                 Some(tensor) if tensor.window.is_some() || tensor.scales.is_some() => {
-                    self.resolve(tensor, index == 0)?
+                    self.resolve(tensor, index == 0 && self.engine.reaches_windows())?
                 }
                 Some(tensor) => self.require_reachable(tensor)?,
                 None => {}

@@ -157,6 +157,32 @@ pub(crate) fn resident_cap(argument: &str, requested: u32, places: &[Place]) -> 
         .with_remedy("leave it automatic; more would hang the first step"))
 }
 
+/// The number of multiprocessors for a group of our own kernels, equal on every rank.
+///
+/// # Errors
+/// As [`resident_cap`].
+pub(crate) fn resident_sms(argument: &str, requested: Option<u32>, places: &[Place]) -> Result<u32> {
+    match requested {
+        Some(requested) => resident_cap(argument, requested, places),
+        None => Ok(AUTO_SMS.min(most_resident(places)).max(1)),
+    }
+}
+
+/// # Errors
+/// A rank's device that has less than `bytes` free for each of its ranks.
+pub(crate) fn room_for(bytes: u64, places: &[Place]) -> Result<()> {
+    let short = |place: &Place| u64::from(sharing(places, place)).saturating_mul(bytes) > place.free;
+    let Some((rank, place)) = places.iter().enumerate().find(|(_, place)| short(place)) else { return Ok(()) };
+    let (free, ranks) = (place.free, sharing(places, place));
+    Err(Error::Preflight {
+        problem: format!(
+            "the group takes {bytes} bytes of device memory on each rank, and rank {rank}'s device, which {ranks} of the ranks \
+             use, has {free} free"
+        ),
+        remedy: "lower hidden_dim, max_tokens_per_rank or the number of multiprocessors".into(),
+    })
+}
+
 /// The number of multiprocessors for dispatch, equal on every rank, and of combine where it has no other. `field` names
 /// it in the message.
 ///

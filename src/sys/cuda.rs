@@ -70,7 +70,9 @@ fn_table! {
         cuMemsetD8Async: fn(b::CUdeviceptr, c_uchar, usize, b::CUstream) -> b::CUresult;
         cuMemsetD32Async: fn(b::CUdeviceptr, c_uint, usize, b::CUstream) -> b::CUresult;
     }
-    optional {}
+    optional {
+        cuFuncSetAttribute: fn(b::CUfunction, b::CUfunction_attribute, c_int) -> b::CUresult;
+    }
 }
 
 /// A CUDA stream as its address; 0 is the default stream.

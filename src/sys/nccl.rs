@@ -25,6 +25,7 @@ fn_table! {
         ncclCommWindowRegister: fn(b::ncclComm_t, *mut c_void, usize, *mut b::ncclWindow_t, c_int) -> b::ncclResult_t;
         ncclCommWindowDeregister: fn(b::ncclComm_t, b::ncclWindow_t) -> b::ncclResult_t;
         ncclWinGetUserPtr: fn(b::ncclComm_t, b::ncclWindow_t, *mut *mut c_void) -> b::ncclResult_t;
+        ncclGetPeerDevicePointer: fn(b::ncclWindow_t, usize, c_int, *mut *mut c_void) -> b::ncclResult_t;
         ncclCommQueryProperties: fn(b::ncclComm_t, *mut b::ncclCommProperties_t) -> b::ncclResult_t;
         ncclGetLastError: fn(b::ncclComm_t) -> *const c_char;
     }

@@ -2,6 +2,7 @@
 //! routing that a call means, orders and watches the calls; an engine queues their work. To add one, add a variant to
 //! [`EngineKind`], [`Candidate`], [`Fit`], [`Engine`] and [`Handle`], and its limits to `limits`.
 
+mod native;
 mod nccl_ep;
 
 use super::communicator::Communicator;
@@ -23,6 +24,8 @@ use crate::tensor::TensorView;
 pub(super) enum EngineKind {
     /// NCCL EP's high-throughput mode.
     NcclEp = 1,
+    /// Kernels of our own.
+    Native = 2,
 }
 
 impl EngineKind {
@@ -30,26 +33,40 @@ impl EngineKind {
     pub(super) fn limits(self) -> &'static Limits {
         match self {
             Self::NcclEp => &limits::NCCL_EP,
+            Self::Native => &limits::NATIVE,
         }
     }
 
     /// The engine that the option `backend` or, where that leaves it open, NVTE_EP_BACKEND asks for.
-    ///
-    /// # Errors
-    /// An engine that this build does not have.
-    pub(super) fn choose(options: &Options, env: &Env) -> Result<Self> {
-        let (name, choice) = match options.backend {
-            EngineChoice::Auto => ("NVTE_EP_BACKEND", env.backend),
-            choice => ("option backend", choice),
+    pub(super) fn choose(options: &Options, env: &Env) -> Self {
+        let choice = match options.backend {
+            EngineChoice::Auto => env.backend,
+            choice => choice,
         };
         match choice {
-            EngineChoice::Auto | EngineChoice::NcclEp => Ok(Self::NcclEp),
-            EngineChoice::Native => {
-                let required = "must be nccl_ep or auto: this build has no native engine";
-                Err(Error::argument(name, required, choice.name()))
-            }
+            EngineChoice::Auto | EngineChoice::NcclEp => Self::NcclEp,
+            EngineChoice::Native => Self::Native,
         }
     }
+}
+
+/// A handle that another engine opened: a group keeps its engine and its handles together.
+#[cold]
+fn foreign_handle() -> Error {
+    Error::Internal("a handle of another engine".into())
+}
+
+/// Logs that `found` indices of a group's steps so far were no expert.
+#[cold]
+fn warn_of_invalid_indices(device: i32, found: u64) {
+    if !tracing::enabled!(target: "nvte_ep", tracing::Level::WARN) {
+        return;
+    }
+    let text = format!(
+        "{found} indices of topk_idx in the steps so far were num_experts or more: no expert, so they were routed nowhere \
+         (-1 masks an entry without this warning; nvte_ep_ext_recv_totals tells of one step)"
+    );
+    tracing::warn!(target: "nvte_ep", device, "{text}");
 }
 
 /// What a group is created from, on this rank.
@@ -69,11 +86,13 @@ pub(super) struct Machine<'a> {
 /// An engine that this rank can create: all that it needs here was found. Nothing has been asked of the other ranks yet.
 pub(super) enum Candidate {
     NcclEp(nccl_ep::Candidate),
+    Native(native::Candidate),
 }
 
 /// What the locations of all ranks decided about an engine, the same on every rank.
 pub(super) enum Fit {
     NcclEp(nccl_ep::Fit),
+    Native(native::Fit),
 }
 
 impl Candidate {
@@ -82,6 +101,7 @@ impl Candidate {
     pub(super) fn find(kind: EngineKind, machine: &Machine<'_>) -> Result<Self> {
         match kind {
             EngineKind::NcclEp => nccl_ep::Candidate::find(machine).map(Self::NcclEp),
+            EngineKind::Native => native::Candidate::find(machine).map(Self::Native),
         }
     }
 
@@ -89,7 +109,8 @@ impl Candidate {
     pub(super) fn location(kind: EngineKind, machine: &Machine<'_>, found: Option<&Self>) -> Place {
         match (kind, found) {
             (EngineKind::NcclEp, Some(Self::NcclEp(found))) => nccl_ep::Candidate::location(machine, Some(found)),
-            (EngineKind::NcclEp, None) => nccl_ep::Candidate::location(machine, None),
+            (EngineKind::NcclEp, _) => nccl_ep::Candidate::location(machine, None),
+            (EngineKind::Native, _) => native::Candidate::location(machine),
         }
     }
 
@@ -106,6 +127,9 @@ impl Candidate {
                 // SAFETY: passed on.
                 unsafe { found.create(machine, fit, places, own) }.map(Engine::NcclEp)
             }
+            // SAFETY: passed on.
+            (Self::Native(found), Fit::Native(fit)) => unsafe { found.create(machine, fit) }.map(Engine::Native),
+            _ => Err(Error::Internal("a candidate and the fit of another engine".into())),
         }
     }
 }
@@ -118,14 +142,17 @@ impl Fit {
     pub(super) fn of(kind: EngineKind, config: &GroupConfig, options: &Options, places: &[Place]) -> Result<Self> {
         match kind {
             EngineKind::NcclEp => nccl_ep::Fit::of(config, options, places).map(Self::NcclEp),
+            EngineKind::Native => native::Fit::of(config, options, places).map(Self::Native),
         }
     }
 }
 
 /// The engine of one group.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "a group has one, and its calls go through it")]
 pub(super) enum Engine {
     NcclEp(nccl_ep::Group),
+    Native(native::Group),
 }
 
 /// An engine's access to one layer's routing in one piece of handle memory. An engine whose kernels go by the address
@@ -133,6 +160,7 @@ pub(super) enum Engine {
 #[derive(Debug)]
 pub(super) enum Handle {
     NcclEp(nccl_ep::Handle),
+    Native(native::Handle),
 }
 
 /// The header of the handle memory that a prepare fills (`routing::header`).
@@ -154,6 +182,7 @@ impl Engine {
     pub(super) fn handle_bytes(&self, layer: &LayerConfig) -> Result<usize> {
         match self {
             Self::NcclEp(group) => group.handle_bytes(layer),
+            Self::Native(group) => Ok(group.handle_bytes(layer)),
         }
     }
 
@@ -168,6 +197,7 @@ impl Engine {
         match self {
             // SAFETY: passed on.
             Self::NcclEp(group) => unsafe { group.open(layer, memory) }.map(Handle::NcclEp),
+            Self::Native(group) => Ok(Handle::Native(group.open(layer, memory))),
         }
     }
 
@@ -178,6 +208,8 @@ impl Engine {
     pub(super) fn close(&self, handle: Handle) -> Result<()> {
         match (self, handle) {
             (Self::NcclEp(group), Handle::NcclEp(handle)) => group.close(handle),
+            (Self::Native(_), Handle::Native(_)) => Ok(()),
+            _ => Err(foreign_handle()),
         }
     }
 
@@ -200,6 +232,9 @@ impl Engine {
         match (self, handle) {
             // SAFETY: passed on.
             (Self::NcclEp(group), Handle::NcclEp(handle)) => unsafe { group.prepare(handle, call, header, stream) },
+            // SAFETY: passed on.
+            (Self::Native(group), Handle::Native(handle)) => unsafe { group.prepare(handle, call, header, stream) },
+            _ => Err(foreign_handle()),
         }
     }
 
@@ -214,6 +249,9 @@ impl Engine {
         match (self, handle) {
             // SAFETY: passed on.
             (Self::NcclEp(group), Handle::NcclEp(handle)) => unsafe { group.dispatch(handle, call, stream) },
+            // SAFETY: passed on.
+            (Self::Native(group), Handle::Native(handle)) => unsafe { group.dispatch(handle, call, stream) },
+            _ => Err(foreign_handle()),
         }
     }
 
@@ -228,6 +266,9 @@ impl Engine {
         match (self, handle) {
             // SAFETY: passed on.
             (Self::NcclEp(group), Handle::NcclEp(handle)) => unsafe { group.combine(handle, call, stream) },
+            // SAFETY: passed on.
+            (Self::Native(group), Handle::Native(handle)) => unsafe { group.combine(handle, call, stream) },
+            _ => Err(foreign_handle()),
         }
     }
 
@@ -242,6 +283,9 @@ impl Engine {
         match (self, handle) {
             // SAFETY: passed on.
             (Self::NcclEp(group), Handle::NcclEp(handle)) => unsafe { group.dispatch_bwd(handle, call, stream) },
+            // SAFETY: passed on.
+            (Self::Native(group), Handle::Native(handle)) => unsafe { group.dispatch_bwd(handle, call, stream) },
+            _ => Err(foreign_handle()),
         }
     }
 
@@ -256,6 +300,9 @@ impl Engine {
         match (self, handle) {
             // SAFETY: passed on.
             (Self::NcclEp(group), Handle::NcclEp(handle)) => unsafe { group.combine_bwd(handle, call, stream) },
+            // SAFETY: passed on.
+            (Self::Native(group), Handle::Native(handle)) => unsafe { group.combine_bwd(handle, call, stream) },
+            _ => Err(foreign_handle()),
         }
     }
 
@@ -264,13 +311,21 @@ impl Engine {
     pub(super) fn report(&mut self) {
         match self {
             Self::NcclEp(group) => group.report(),
+            Self::Native(group) => group.report(),
         }
+    }
+
+    /// Whether peers reach into a call's windows; else those tensors go by their addresses too.
+    #[inline]
+    pub(super) const fn reaches_windows(&self) -> bool {
+        matches!(self, Self::NcclEp(_))
     }
 
     /// Device memory that the engine holds.
     pub(super) fn memory(&self) -> GroupMemory {
         match self {
             Self::NcclEp(group) => group.memory(),
+            Self::Native(group) => group.memory(),
         }
     }
 
@@ -278,6 +333,7 @@ impl Engine {
     pub(super) fn explain(&self, error: Error) -> Error {
         match self {
             Self::NcclEp(group) => group.explain(error),
+            Self::Native(_) => error,
         }
     }
 
@@ -286,6 +342,7 @@ impl Engine {
     pub(super) fn destroy(self) -> Result<()> {
         match self {
             Self::NcclEp(group) => group.destroy(),
+            Self::Native(group) => group.destroy(),
         }
     }
 }

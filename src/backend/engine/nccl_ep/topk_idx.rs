@@ -80,14 +80,7 @@ impl IndexCopier {
     #[cold]
     fn warn(&mut self, found: u64) {
         (self.reported, self.reported_at) = (found, Some(Instant::now()));
-        if !tracing::enabled!(target: "nvte_ep", tracing::Level::WARN) {
-            return;
-        }
-        let text = format!(
-            "{found} indices of topk_idx in the steps so far were num_experts or more: no expert, so they were routed nowhere \
-             (-1 masks an entry without this warning; nvte_ep_ext_recv_totals tells of one step)"
-        );
-        tracing::warn!(target: "nvte_ep", device = self.device, "{text}");
+        crate::backend::engine::warn_of_invalid_indices(self.device, found);
     }
 
     /// Queues the copy of `topk_idx`, `[T, K]`, to the address `copied`, and adds the number of indices that are no
