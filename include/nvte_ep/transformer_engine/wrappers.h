@@ -4,12 +4,14 @@
 #ifndef NVTE_EP_TRANSFORMER_ENGINE_WRAPPERS_H_
 #define NVTE_EP_TRANSFORMER_ENGINE_WRAPPERS_H_
 
+#include "transformer_engine.h"
+
+#ifdef __cplusplus
+
 #include <cstddef>
 #include <cstdint>
 #include <utility>
 #include <vector>
-
-#include "transformer_engine.h"
 
 namespace transformer_engine {
 
@@ -386,5 +388,7 @@ class QuantizationConfigWrapper {
 };
 
 }  // namespace transformer_engine
+
+#endif  // __cplusplus
 
 #endif  // NVTE_EP_TRANSFORMER_ENGINE_WRAPPERS_H_
