@@ -16,7 +16,7 @@ namespace test {
 namespace {
 
 // What the text has to say about getting a build that works.
-const std::vector<std::string> kRemedy = {"stub", "libnvte_ep.so.1", "cargo build --release"};
+const std::vector<std::string> kRemedy = {"stub", "full libnvte_ep.so.1", "LD_LIBRARY_PATH"};
 
 TEST(Stub, EveryCallButShutdownNamesTheRemedy) {
   EpCalls calls;
