@@ -76,7 +76,8 @@ structures! {
         drop
     }
     CombineArguments {
-        group, handle, rows, row_weights, result, weights, row_bytes, piece_bytes, peer_stages, own_stages, row_type
+        group, handle, rows, row_weights, result, weights, row_bytes, piece_bytes, peer_stages, own_stages, row_type,
+        with_weights
     }
 }
 

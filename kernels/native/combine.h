@@ -288,7 +288,7 @@ EP_DEVICE void tell_peers(const CombineArguments& a, const Line& s, u32 block, W
   Watcher watcher =
       own ? Watcher(kSummed, kWaitSummed, chunk.base) : Watcher(kTaken, kWaitTaken, chunk.base - g.summed.groups);
   for (u32 group = 0; group < chunk.groups; ++group) {
-    if (a.weights != nullptr) {
+    if (a.with_weights != 0) {
       if (g.ranks > 1) watcher.wait(g, warp, block, chunk.base + group + 1 - (own ? 0 : g.summed.groups));
       if (own) {
         take_weights(a, chunk, block, group, warp);

@@ -140,7 +140,7 @@ struct CombineArguments {
   u32 piece_bytes;
   u32 peer_stages, own_stages;  // pieces in shared memory: of the part for the other ranks, and of this rank's tokens
   u32 row_type;
-  u32 unused;
+  u32 with_weights;  // also where this rank has no tokens, and no address for their weights
 };
 
 // ---- addresses

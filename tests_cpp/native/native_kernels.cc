@@ -121,11 +121,15 @@ void check_steps(const Shape& s, int steps, std::mt19937_64& random) {
       d.recv_tokens = b.d_recv, d.recv_scales = b.d_recv_scales;
       d.rows = rows_of_rank, d.drop = s.drop, d.row_bytes = s.row_bytes, d.scale_bytes = s.scale_bytes;
       d.piece_bytes = s.piece_bytes, d.stages = s.stages;
+      if (tokens == 0) d.tokens = nullptr, d.scales = nullptr, d.weights = nullptr;
       world.dispatch(r, d);
       CombineArguments c{};
       c.group = rank.group, c.handle = rank.handle;
       c.rows = b.d_expert_out, c.result = b.d_result, c.row_bytes = s.row_bytes;
       c.row_weights = weighted ? b.d_row_weights : nullptr, c.weights = weighted ? b.d_grad_weights : nullptr;
+      c.with_weights = weighted;
+      // A rank without tokens may have no addresses for what is theirs.
+      if (tokens == 0) c.weights = nullptr, c.result = nullptr;
       c.piece_bytes = s.piece_bytes, c.peer_stages = s.peer_stages, c.own_stages = s.own_stages, c.row_type = s.type;
       world.combine(r, c);
       d.weights = nullptr, d.recv_weights = nullptr, d.recv_tokens = b.d_grad_recv;

@@ -123,7 +123,7 @@ pub struct CombineArguments {
     pub peer_stages: u32,
     pub own_stages: u32,
     pub row_type: u32,
-    pub unused: u32,
+    pub with_weights: u32,
 }
 
 /// A place that grows part by part; parts start at multiples of 256.

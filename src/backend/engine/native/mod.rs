@@ -288,7 +288,7 @@ impl Group {
                 DType::Float16 => 1,
                 _ => 2,
             },
-            unused: 0,
+            with_weights: u32::from(weights.is_some()),
         };
         // SAFETY: passed on.
         unsafe { self.kernels.combine(&arguments, stages.shared_bytes, stream) }
