@@ -1,6 +1,7 @@
 //! `ncclGroupStart` and `ncclGroupEnd`: what is called between them is done when the group ends.
 
 use std::cell::RefCell;
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
 use nvte_ep_bindings::{ncclInternalError, ncclInvalidUsage};
@@ -37,11 +38,16 @@ struct Batch {
 }
 
 thread_local! {
-    static BATCH: RefCell<Batch> = RefCell::default();
+    // Without a destructor: programs shut groups down at exit, when those of the main thread have run.
+    static BATCH: ManuallyDrop<RefCell<Batch>> = ManuallyDrop::default();
+}
+
+fn with_batch<T>(body: impl FnOnce(&mut Batch) -> T) -> T {
+    BATCH.with(|batch| body(&mut batch.borrow_mut()))
 }
 
 fn is_open() -> bool {
-    BATCH.with_borrow(|batch| batch.depth > 0)
+    with_batch(|batch| batch.depth > 0)
 }
 
 /// Fails inside a group: what the call queues would run before what the group holds back, or wait for it.
@@ -58,13 +64,13 @@ pub fn now_or_at_end(job: impl FnOnce() -> Outcome<()> + Send + 'static) -> Outc
     if !is_open() {
         return job();
     }
-    BATCH.with_borrow_mut(|batch| batch.set_ups.push(Box::new(job)));
+    with_batch(|batch| batch.set_ups.push(Box::new(job)));
     Ok(())
 }
 
 /// Drops the set-ups that wait.
 pub fn forget_set_ups() {
-    BATCH.with_borrow_mut(|batch| batch.set_ups.clear());
+    with_batch(|batch| batch.set_ups.clear());
 }
 
 /// Enqueues a collective now, or when the group of the calling thread ends.
@@ -82,19 +88,19 @@ fn add(pending: Pending) -> Outcome<()> {
     if !is_open() {
         return run_all(vec![pending]);
     }
-    BATCH.with_borrow_mut(|batch| batch.pending.push(pending));
+    with_batch(|batch| batch.pending.push(pending));
     Ok(())
 }
 
 /// `ncclGroupStart`.
 pub fn start() {
-    BATCH.with_borrow_mut(|batch| batch.depth += 1);
+    with_batch(|batch| batch.depth += 1);
 }
 
 /// `ncclGroupEnd`: communicators and windows of the group are set up at the same time, each on a thread of its own; then the
 /// collectives of each communicator are enqueued, and behind them its transfers as one operation.
 pub fn end() -> Outcome<()> {
-    let depth = BATCH.with_borrow_mut(|batch| {
+    let depth = with_batch(|batch| {
         batch.depth = batch
             .depth
             .checked_sub(1)
@@ -104,7 +110,7 @@ pub fn end() -> Outcome<()> {
     if depth > 0 {
         return Ok(());
     }
-    let Batch { set_ups, pending, .. } = BATCH.take();
+    let Batch { set_ups, pending, .. } = with_batch(std::mem::take);
     let results: Vec<Outcome<()>> = std::thread::scope(|scope| {
         let threads: Vec<_> =
             set_ups.into_iter().map(|job| scope.spawn(|| fault::contain(job).map_err(check::annotate))).collect();
