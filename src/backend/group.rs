@@ -376,9 +376,7 @@ impl Group {
         let open = self.handles.handle(handle.mem.data).expect("opened just now");
         // SAFETY: the caller vouches for the stream.
         unsafe { watch.queue(step, stream, state, || run(&self.engine, open)) }?;
-        if state == StreamState::Working {
-            self.handles.used(handle.mem.data, step.call);
-        }
+        self.handles.used(handle.mem.data, step.call, state == StreamState::Capturing);
         Ok(())
     }
 

@@ -77,10 +77,13 @@ class StepBatch : public Batch {
   // Prepares by a call, which may dispatch too.
   void Prepare(Dice& dice, Lanes& lanes) {
     layer_.Used(Rows());
+    combinable_ = false;
     if (dice.Percent(30)) {
-      const DispatchArgs args = Dispatching(dice.Percent(75));
+      const bool with_weights = dice.Percent(75);
+      const DispatchArgs args = Dispatching(with_weights);
       lanes.Call(dice, [&](cudaStream_t stream) { CallPrepareAndDispatch(step_.prepare_args(), args, stream); });
       pending_[kDispatch] = true;
+      combinable_ = with_weights;
     } else {
       lanes.Call(dice, [&](cudaStream_t stream) { step_.prepare_args().Call(stream); });
     }
@@ -134,6 +137,9 @@ class StepBatch : public Batch {
     }
     if (!any) in_graph_[kDispatch] = true;
     weights_in_graph_ = dice.Percent(75);
+    // The graph prepares, or is launched after another prepare: its combine needs a forward dispatch of its own.
+    if (in_graph_[kCombine]) in_graph_[kDispatch] = weights_in_graph_ = true;
+    combinable_ = false;
     fused_in_graph_ = dice.Percent(40);
     // The first use of a shape compiles kernels, which a capture does not take.
     UploadInputs(step_);
@@ -167,6 +173,7 @@ class StepBatch : public Batch {
   void Replay(Dice& dice, Lanes& lanes, bool anew) {
     layer_.Used(Rows());
     CheckPending();
+    combinable_ = false;
     if (anew) Renew(dice);
     if (anew && !prepare_in_graph_) {
       lanes.Call(dice, [&](cudaStream_t stream) { step_.prepare_args().Call(stream); });
@@ -200,6 +207,12 @@ class StepBatch : public Batch {
     return args;
   }
 
+  void Dispatch(Dice& dice, Lanes& lanes, bool with_weights) {
+    const DispatchArgs args = Dispatching(with_weights);
+    lanes.Call(dice, [&](cudaStream_t stream) { args.Call(stream); });
+    combinable_ = combinable_ || with_weights;
+  }
+
   // One of the calls that follow prepare.
   void One(Dice& dice, Lanes& lanes) {
     const int act = dice.Between(0, kActs - 1);
@@ -208,12 +221,16 @@ class StepBatch : public Batch {
     layer_.Used(Rows(), act == kDispatchBwd);
     if (pending_[act]) Check(act);
     switch (act) {
-      case kDispatch: {
-        const DispatchArgs args = Dispatching(with_weights);
-        lanes.Call(dice, [&](cudaStream_t stream) { args.Call(stream); });
+      case kDispatch:
+        Dispatch(dice, lanes, with_weights);
         break;
-      }
       case kCombine:
+        // Rows are combined by the routing that dispatched them.
+        if (!combinable_) {
+          if (pending_[kDispatch]) Check(kDispatch);
+          Dispatch(dice, lanes, true);
+          pending_[kDispatch] = true;
+        }
         step_.result.Clear();
         step_.expert_out.Upload(step_.ExpertOutput());
         lanes.Call(dice, [&](cudaStream_t stream) { step_.combine_args().Call(stream); });
@@ -268,6 +285,8 @@ class StepBatch : public Batch {
   std::array<bool, kActs> pending_ = {};
   std::unique_ptr<Graph> graph_;
   std::array<bool, kActs> in_graph_ = {};
+  // Whether the latest routing has dispatched forward by a call, so that a combine by a call has rows of it.
+  bool combinable_ = false;
   bool prepare_in_graph_ = false, weights_in_graph_ = false, fused_in_graph_ = false;
 };
 
@@ -299,12 +318,11 @@ class PlacedBatch : public Batch {
     if (graph != nullptr && dice.Percent(20)) graph.reset();
     switch (act) {
       case kDispatch:
-        step_.recv_tokens.Clear();
-        step_.recv_weights.Clear();
-        placed_.Dispatch([&](const DispatchArgs& args) { Make(dice, graph, args); });
-        step_.CheckReceived();
+        Dispatch(dice);
         break;
       case kCombine:
+        // Rows are combined by the routing that dispatched them.
+        if (!combinable_) Dispatch(dice);
         step_.result.Clear();
         placed_.Combine([&](const CombineArgs& args) { Make(dice, graph, args); });
         step_.CheckCombined();
@@ -339,7 +357,8 @@ class PlacedBatch : public Batch {
       Name(step_, given);
     }
     prepared_ = true;
-    if (dice.Percent(40)) {
+    combinable_ = dice.Percent(40);
+    if (combinable_) {
       step_.recv_tokens.Clear();
       step_.recv_weights.Clear();
       placed_.Dispatch(
@@ -349,6 +368,14 @@ class PlacedBatch : public Batch {
       step_.Prepare();
     }
     step_.CheckCounts();
+  }
+
+  void Dispatch(Dice& dice) {
+    step_.recv_tokens.Clear();
+    step_.recv_weights.Clear();
+    placed_.Dispatch([&](const DispatchArgs& args) { Make(dice, graphs_[kDispatch], args); });
+    step_.CheckReceived();
+    combinable_ = true;
   }
 
   // By the graph, if there is one. Otherwise by a call, and then one more as a graph, from now on.
@@ -369,6 +396,8 @@ class PlacedBatch : public Batch {
   Step<T> step_;
   PlacedStep<T> placed_;
   std::array<std::unique_ptr<Graph>, kActs> graphs_;
+  // Whether the latest routing has dispatched, so that there are rows of it to combine.
+  bool combinable_ = false;
   bool prepared_ = false;
 };
 

@@ -254,11 +254,11 @@ impl<H> Handles<H> {
         self.moves |= news && !by_graph && (known || !self.gave_up);
     }
 
-    /// A call that goes by the routing in `memory` is queued, and not captured.
+    /// A call that goes by the routing in `memory` is queued, or becomes part of a graph.
     #[inline]
-    pub(in crate::backend) fn used(&mut self, memory: u64, call: Call) {
+    pub(in crate::backend) fn used(&mut self, memory: u64, call: Call, capturing: bool) {
         if let Some(entry) = self.entry(memory) {
-            entry.note.used(call);
+            if capturing { entry.note.captured(call) } else { entry.note.used(call) }
         }
     }
 

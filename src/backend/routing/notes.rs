@@ -42,6 +42,8 @@ enum Rows {
     Dispatched,
     /// Dispatched, and then the handle was prepared again: their routing is gone.
     Orphaned,
+    /// A graph dispatches over this memory, and nobody tells when it is launched.
+    ByGraph,
 }
 
 /// What the calls of this process have left in one piece of handle memory.
@@ -84,8 +86,12 @@ impl Note {
 
     /// `key` is about to prepare the memory: the routing in it is lost from now on.
     pub(super) fn start_prepare(&mut self, key: HandleKey) {
-        let lost = self.key == key && self.rows != Rows::None;
-        *self = Self { rows: if lost { Rows::Orphaned } else { Rows::None }, ..Self::new(key) };
+        let rows = match self.rows {
+            Rows::Dispatched | Rows::Orphaned if self.key == key => Rows::Orphaned,
+            Rows::ByGraph => Rows::ByGraph,
+            _ => Rows::None,
+        };
+        *self = Self { rows, ..Self::new(key) };
     }
 
     /// The exchange is queued.
@@ -109,10 +115,18 @@ impl Note {
     /// A call that goes by this routing is queued.
     pub(super) fn used(&mut self, call: Call) {
         self.latest = self.latest.max(position(call));
-        match call {
-            Call::Dispatch => self.rows = Rows::Dispatched,
-            Call::Combine => self.rows = Rows::None,
+        match (call, self.rows) {
+            (_, Rows::ByGraph) => {}
+            (Call::Dispatch, _) => self.rows = Rows::Dispatched,
+            (Call::Combine, _) => self.rows = Rows::None,
             _ => {}
+        }
+    }
+
+    /// A call that goes by this routing becomes part of a graph.
+    pub(super) fn captured(&mut self, call: Call) {
+        if call == Call::Dispatch {
+            self.rows = Rows::ByGraph;
         }
     }
 
