@@ -10,13 +10,11 @@ using namespace nvte_ep;
 
 extern __shared__ __align__(128) u8 memory[];
 
-extern "C" __global__ void __launch_bounds__(512, 1) nvte_ep_native_prepare(const __grid_constant__ PrepareArguments a) {
+extern "C" __global__ void __launch_bounds__(kPrepareThreads, 1) nvte_ep_native_prepare(const __grid_constant__ PrepareArguments a) {
   prepare_block(a, blockIdx.x, Team{threadIdx.x, blockDim.x, 0}, Warp::own(), threadIdx.x / kWarp, blockDim.x / kWarp, memory);
 }
 
 namespace {
-constexpr u32 kDispatchThreads = 5 * kWarp;
-
 __device__ void run_dispatch(const DispatchArguments& a, u32 block) {
   const DispatchShared s = DispatchShared::at(memory, a);
   s.initialize(a, Team{threadIdx.x, blockDim.x, 0});
@@ -39,10 +37,6 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) nvte_ep_native
 }
 
 namespace {
-// Warps that sum in a line, and vectors of a piece that each of their threads holds: pieces have at most 16 KiB.
-constexpr u32 kSummers = 8, kVectors = 4;
-constexpr u32 kCombineThreads = 2 * (kSummers + 2) * kWarp;
-
 template <u32 type, bool own>
 __device__ void run_line(const CombineArguments& a, const Line& s, u32 block, u32 thread) {
   const u32 warp = thread / kWarp;

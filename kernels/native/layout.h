@@ -143,8 +143,19 @@ struct CombineArguments {
   u32 with_weights;  // also where this rank has no tokens, and no address for their weights
 };
 
-// ---- addresses
-// ----------------------------------------------------------------------------------------------------------
+// ---- launches ----
+
+constexpr u32 kGpuWarp = 32;
+constexpr u32 kPrepareThreads = 16 * kGpuWarp;
+/// Two warps that stage, one that loads, one that stores, one that clears.
+constexpr u32 kDispatchThreads = 5 * kGpuWarp;
+/// Warps that sum in each of combine's two lines, and vectors of a piece that each of their threads holds: pieces have
+/// at most 16 KiB.
+constexpr u32 kSummers = 8, kVectors = 4;
+/// Beside them a line has a warp that loads and one that tells.
+constexpr u32 kCombineThreads = 2 * (kSummers + 2) * kGpuWarp;
+
+// ---- addresses ----
 
 EP_DEVICE u32* signal_at(u8* segment, const Group& g, u32 kind, u32 block, u32 writer) {
   return reinterpret_cast<u32*>(segment) + (kind * g.blocks + block) * g.ranks + writer;
@@ -165,8 +176,7 @@ EP_DEVICE u64 summed_row(const Group& g, u32 writer, u32 block, u32 group, u32 t
          window_row(g.summed, block, group, token_in_group);
 }
 
-// ---- waiting
-// ------------------------------------------------------------------------------------------------------------
+// ---- waiting ----
 
 /// Waits until the signal at `from`, of rank `peer`, has come to `wanted`. Gives up after the group's time-out, or if
 /// the host or another block did; the step's results are void then, and the status says why. Returns what it saw.
@@ -238,8 +248,7 @@ EP_DEVICE void signal_all_loaded(const Group& g, Warp warp, u32 signal, u32 bloc
   }
 }
 
-// ---- stages and chunks
-// --------------------------------------------------------------------------------------------------
+// ---- stages and chunks ----
 
 /// Goes round a ring of stages in shared memory; the parity is that of the stage's barrier at its present use.
 struct Cursor {

@@ -46,8 +46,7 @@ EP_BOTH constexpr T divide_up(T a, T b) {
 
 constexpr u32 kWarp = 32;
 
-// ---- threads
-// ------------------------------------------------------------------------------------------------------------
+// ---- threads ----
 
 /// Threads that work together: a block, or a part of it that has a barrier of its own.
 struct Team {
@@ -82,8 +81,7 @@ EP_DEVICE void pause() {}
 EP_DEVICE u32 bits_of(u64 bits) { return __popcll(bits); }
 EP_DEVICE u32 first_bit(u64 bits) { return __ffsll(static_cast<long long>(bits)) - 1; }
 
-// ---- memory that others see
-// ---------------------------------------------------------------------------------------------
+// ---- memory that others see ----
 
 EP_DEVICE u32 load_acquire(const u32* from) {
   u32 value;
@@ -118,8 +116,7 @@ EP_DEVICE T load_shared_by_all(const T* from) {
   return __ldcg(from);
 }
 
-// ---- bulk copies
-// --------------------------------------------------------------------------------------------------------
+// ---- bulk copies ----
 
 using Barrier = u64;
 

@@ -23,9 +23,14 @@ struct PrepareShared {
   u32* scratch;  // [warps][64]
   u32 num_parts, columns;
 
-  EP_DEVICE static u32 columns_of(const Group& g) { return g.experts + g.ranks + 1; }
-  EP_DEVICE static u32 parts_of(const Group& g, u32 warps) {
+  EP_BOTH static u32 columns_of(const Group& g) { return g.experts + g.ranks + 1; }
+  EP_BOTH static u32 parts_of(const Group& g, u32 warps) {
     return most(1u, least(divide_up(4 * warps, g.ranks), 16384u / g.experts));
+  }
+  EP_BOTH static u64 size(const Group& g, u32 warps) {
+    const u32 words = parts_of(g, warps) * (g.experts + g.ranks) + 2 * columns_of(g) + 3 * g.local_experts + 1 +
+                      g.ranks + 1 + warps * 64;
+    return u64(words) * 4;
   }
   EP_DEVICE static PrepareShared at(u8* memory, const Group& g, u32 warps) {
     PrepareShared s;

@@ -12,7 +12,6 @@ use crate::symm_pool::{Place, Plan, PoolStatistics, SymmPool};
 use crate::sys::Base;
 use crate::tensor::{Shape, TensorView, Window};
 use nvte_ep_bindings as b;
-use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -31,18 +30,6 @@ pub(super) struct Symm {
 /// What ranks have to have done alike, in a message.
 const HISTORY: &str = "calls of nvte_ep_ext_symm_alloc, nvte_ep_ext_symm_free and nvte_ep_ext_window_* in the same order, \
                        as this digest of them shows";
-
-fn pointer(address: u64) -> *mut c_void {
-    std::ptr::with_exposed_provenance_mut(address as usize)
-}
-
-/// A function that every NCCL that passes initialize has.
-fn present<F>(function: Option<F>, name: &str) -> Result<F> {
-    function.ok_or_else(|| Error::Preflight {
-        problem: format!("the NCCL in use has no {name}"),
-        remedy: "update it to 2.30.4 or later".into(),
-    })
-}
 
 impl Symm {
     pub(super) fn new(base: &'static Base, comm: Communicator, device: i32, segment: u64, limit: Limit) -> Self {
@@ -112,7 +99,7 @@ impl Symm {
         // A rank that cannot go on says so to all of them.
         let plan = self.pool.plan(bytes);
         let segment = match &plan {
-            Ok(Plan::Grow { bytes }) => self.allocate(*bytes).map(|base| Some((base, *bytes))),
+            Ok(Plan::Grow { bytes }) => self.base.nccl.mem_alloc(*bytes).map(|base| Some((base, *bytes))),
             Ok(Plan::Fits { .. }) => Ok(None),
             Err(error) => Err(error.clone()),
         };
@@ -227,31 +214,17 @@ impl Symm {
         self.pool.statistics()
     }
 
-    fn allocate(&self, bytes: u64) -> Result<u64> {
-        let alloc = present(self.base.nccl.ncclMemAlloc, "ncclMemAlloc")?;
-        let mut memory = std::ptr::null_mut();
-        // SAFETY: `memory` is live, and the group's device is current.
-        let code = unsafe { alloc(&raw mut memory, bytes as usize) };
-        self.base.nccl.check("ncclMemAlloc", code)?;
-        Ok(memory.expose_provenance() as u64)
-    }
-
     /// Frees a segment that nobody uses.
     fn release(&self, base: u64) {
-        let free = present(self.base.nccl.ncclMemFree, "ncclMemFree");
         // SAFETY: our own memory, and no window is over it.
-        let freed = free.and_then(|free| self.base.nccl.check("ncclMemFree", unsafe { free(pointer(base)) }));
-        if let Err(error) = freed {
+        if let Err(error) = unsafe { self.base.nccl.mem_free(base) } {
             tracing::warn!(target: "nvte_ep", "{error}");
         }
     }
 
     fn deregister(&self, window: usize) -> Result<()> {
-        let deregister = present(self.base.nccl.ncclCommWindowDeregister, "ncclCommWindowDeregister")?;
-        let handle = std::ptr::with_exposed_provenance_mut(window);
         // SAFETY: the window is live, of this communicator, and no rank's queued work uses it.
-        let code = unsafe { deregister(self.comm.as_raw(), handle) };
-        self.base.nccl.check("ncclCommWindowDeregister", code)
+        unsafe { self.base.nccl.window_deregister(self.comm.as_raw(), window) }
     }
 
     /// Registers memory with all ranks; when one of them failed, all do.
@@ -259,31 +232,18 @@ impl Symm {
     /// # Safety
     /// The communicator is live; the memory is fit for a window and stays until that is gone.
     unsafe fn register(&mut self, meeting: &Meeting, what: &str, address: u64, bytes: u64) -> Result<usize> {
-        let register = present(self.base.nccl.ncclCommWindowRegister, "ncclCommWindowRegister")?;
         let (base, comm, device) = (self.base, self.comm, self.device);
         let found = Arc::new(AtomicUsize::new(0));
         let out = Arc::clone(&found);
         // NCCL's call waits for the other ranks without a limit of its own.
         let outcome = bounded(self.limit, what, &|| meeting.hopeless(), move || {
             base.cuda.set_current_device(device)?;
-            let mut window = std::ptr::null_mut();
-            let flags = b::NCCL_WIN_COLL_SYMMETRIC as i32;
-            // SAFETY: `window` is live; the caller vouches for communicator and memory.
-            let code = unsafe { register(comm.as_raw(), pointer(address), bytes as usize, &raw mut window, flags) };
-            base.nccl.check("ncclCommWindowRegister", code)?;
-            out.store(window.expose_provenance(), Ordering::Release);
+            // SAFETY: the caller vouches for communicator and memory.
+            let window = unsafe { base.nccl.window_register(comm.as_raw(), address, bytes) }?;
+            out.store(window, Ordering::Release);
             Ok(())
         });
         let window = found.load(Ordering::Acquire);
-        let outcome = outcome.and_then(|()| {
-            // NCCL leaves NULL where this machine has no symmetric memory.
-            (window != 0).then_some(()).ok_or_else(|| Error::Preflight {
-                problem: "ncclCommWindowRegister made no window".into(),
-                remedy: "the ranks' devices have to reach each other's memory (NVLink or PCIe peer access, \
-                         NCCL_WIN_ENABLE not 0)"
-                    .into(),
-            })
-        });
         if let Err(error @ Error::TimeOut { .. }) = &outcome {
             self.broken = Some(format!("an earlier call did not end: {error}"));
             return Err(error.clone());
@@ -357,9 +317,8 @@ impl Symm {
         let end = |(window, segment): (usize, Option<u64>)| {
             self.deregister(window)?;
             if let Some(base) = segment {
-                let free = present(self.base.nccl.ncclMemFree, "ncclMemFree")?;
                 // SAFETY: our own memory, and its window is gone.
-                self.base.nccl.check("ncclMemFree", unsafe { free(pointer(base)) })?;
+                unsafe { self.base.nccl.mem_free(base) }?;
             }
             Ok(())
         };

@@ -7,6 +7,7 @@
 pub mod cuda;
 mod foreign;
 mod load;
+pub(crate) mod module;
 pub mod nccl;
 pub mod nccl_ep;
 pub(crate) mod thread;

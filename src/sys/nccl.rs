@@ -59,6 +59,87 @@ impl Nccl {
         Error::Library { call, code: i64::from(code), text }
     }
 
+    /// Symmetric memory of `bytes` bytes on the current device; its address.
+    ///
+    /// # Errors
+    /// NCCL's, or an NCCL without the function.
+    pub(crate) fn mem_alloc(&self, bytes: u64) -> Result<u64> {
+        let alloc = present(self.ncclMemAlloc, "ncclMemAlloc")?;
+        let mut memory = std::ptr::null_mut();
+        // SAFETY: `memory` is live.
+        self.check("ncclMemAlloc", unsafe { alloc(&raw mut memory, bytes as usize) })?;
+        Ok(memory.expose_provenance() as u64)
+    }
+
+    /// Frees what [`Nccl::mem_alloc`] gave.
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// Nothing uses the memory any more, and no window is over it.
+    pub(crate) unsafe fn mem_free(&self, address: u64) -> Result<()> {
+        let free = present(self.ncclMemFree, "ncclMemFree")?;
+        // SAFETY: passed on.
+        self.check("ncclMemFree", unsafe { free(pointer(address)) })
+    }
+
+    /// Registers memory as a symmetric window; collective, and without a limit of its own.
+    ///
+    /// # Errors
+    /// NCCL's; an NCCL without the function; no window, on a machine without symmetric memory.
+    ///
+    /// # Safety
+    /// The communicator is live; the memory is fit for a window and stays until that is gone.
+    pub(crate) unsafe fn window_register(&self, comm: b::ncclComm_t, address: u64, bytes: u64) -> Result<usize> {
+        let register = present(self.ncclCommWindowRegister, "ncclCommWindowRegister")?;
+        let mut window = std::ptr::null_mut();
+        let flags = b::NCCL_WIN_COLL_SYMMETRIC as c_int;
+        // SAFETY: `window` is live; the caller vouches for communicator and memory.
+        let code = unsafe { register(comm, pointer(address), bytes as usize, &raw mut window, flags) };
+        self.check("ncclCommWindowRegister", code)?;
+        // NCCL leaves NULL where this machine has no symmetric memory.
+        if window.is_null() {
+            return Err(Error::Preflight {
+                problem: "ncclCommWindowRegister made no window".into(),
+                remedy: "the ranks' devices have to reach each other's memory (NVLink or PCIe peer access, \
+                         NCCL_WIN_ENABLE not 0)"
+                    .into(),
+            });
+        }
+        Ok(window.expose_provenance())
+    }
+
+    /// Ends what [`Nccl::window_register`] began.
+    ///
+    /// # Errors
+    /// NCCL's, or an NCCL without the function.
+    ///
+    /// # Safety
+    /// The window is live, of this communicator, and no rank's queued work uses it.
+    pub(crate) unsafe fn window_deregister(&self, comm: b::ncclComm_t, window: usize) -> Result<()> {
+        let deregister = present(self.ncclCommWindowDeregister, "ncclCommWindowDeregister")?;
+        // SAFETY: passed on.
+        let code = unsafe { deregister(comm, std::ptr::with_exposed_provenance_mut(window)) };
+        self.check("ncclCommWindowDeregister", code)
+    }
+
+    /// Where the memory of a live window of `rank` begins for kernels of this device; 0 where they do not reach it.
+    ///
+    /// # Errors
+    /// NCCL's, or an NCCL without the function.
+    ///
+    /// # Safety
+    /// The window is live.
+    pub(crate) unsafe fn peer_address(&self, window: usize, rank: c_int) -> Result<u64> {
+        let peer_of = present(self.ncclGetPeerDevicePointer, "ncclGetPeerDevicePointer")?;
+        let mut peer = std::ptr::null_mut();
+        // SAFETY: `peer` is live; the caller vouches for the window.
+        let code = unsafe { peer_of(std::ptr::with_exposed_provenance_mut(window), 0, rank, &raw mut peer) };
+        self.check("ncclGetPeerDevicePointer", code)?;
+        Ok(peer.expose_provenance() as u64)
+    }
+
     /// NCCL's version code: major * 10000 + minor * 100 + patch.
     ///
     /// # Errors
@@ -112,6 +193,18 @@ impl Nccl {
             network: properties.railedGinType != b::NCCL_GIN_TYPE_NONE,
         })
     }
+}
+
+fn pointer(address: u64) -> *mut c_void {
+    std::ptr::with_exposed_provenance_mut(address as usize)
+}
+
+/// A function that every NCCL that passes initialize has.
+fn present<F>(function: Option<F>, name: &str) -> Result<F> {
+    function.ok_or_else(|| Error::Preflight {
+        problem: format!("the NCCL in use has no {name}"),
+        remedy: "update it to 2.30.4 or later".into(),
+    })
 }
 
 /// What a communicator says of itself.

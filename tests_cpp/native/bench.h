@@ -63,35 +63,11 @@ inline int bench(int count, char** arguments) {
     WORLD_CHECK(cudaEventCreate(&begin));
     WORLD_CHECK(cudaEventCreate(&end));
     for (auto& event : ends) WORLD_CHECK(cudaEventCreate(&event));
-    auto measure = [&](const char* what, const std::function<void(u32)>& queue) {
+    // `run` queues on all ranks' streams; begin and end are on the first.
+    const auto measure = [&](const char* what, const std::function<void()>& run) {
       std::vector<float> times;
       for (int i = 0; i < 15; ++i) {
         WORLD_CHECK(cudaDeviceSynchronize());
-        WORLD_CHECK(cudaEventRecord(begin, world.ranks[0].stream));
-        for (u32 r = 1; r < s.ranks; ++r) WORLD_CHECK(cudaStreamWaitEvent(world.ranks[r].stream, begin));
-        for (u32 r = 0; r < s.ranks; ++r) queue(r), world.ranks[r].queue[0](), world.ranks[r].queue.clear();
-        for (u32 r = 1; r < s.ranks; ++r) {
-          WORLD_CHECK(cudaEventRecord(ends[r], world.ranks[r].stream));
-          WORLD_CHECK(cudaStreamWaitEvent(world.ranks[0].stream, ends[r]));
-        }
-        WORLD_CHECK(cudaEventRecord(end, world.ranks[0].stream));
-        WORLD_CHECK(cudaDeviceSynchronize());
-        float ms;
-        WORLD_CHECK(cudaEventElapsedTime(&ms, begin, end));
-        if (i >= 3) times.push_back(ms * 1000);
-      }
-      std::sort(times.begin(), times.end());
-      std::printf(" %s %.1f", what, times[times.size() / 2]);
-    };
-    std::printf("ranks %u blocks %u tokens %u row %u setting %s segment %.1f MB:", s.ranks, s.blocks, s.max_tokens,
-                s.row_bytes, setting < count ? arguments[setting] : "", world.segment_bytes / 1e6);
-    measure("nothing", [&](u32 r) { world.ranks[r].queue.push_back([] {}); });
-    measure("prepare", [&](u32 r) { world.prepare(r, prepare[r]); });
-    measure("dispatch", [&](u32 r) { world.dispatch(r, dispatch[r]); });
-    measure("combine", [&](u32 r) { world.combine(r, combine[r]); });
-    const auto together = [&](const char* what, const std::function<void()>& run) {
-      std::vector<float> times;
-      for (int i = 0; i < 15; ++i) {
         WORLD_CHECK(cudaEventRecord(begin, world.ranks[0].stream));
         run();
         WORLD_CHECK(cudaEventRecord(end, world.ranks[0].stream));
@@ -103,16 +79,32 @@ inline int bench(int count, char** arguments) {
       std::sort(times.begin(), times.end());
       std::printf(" %s %.1f", what, times[times.size() / 2]);
     };
+    // A call of every rank on its own stream, from the first stream's begin on and before its end.
+    const auto each = [&](const std::function<void(u32)>& queue) {
+      for (u32 r = 1; r < s.ranks; ++r) WORLD_CHECK(cudaStreamWaitEvent(world.ranks[r].stream, begin));
+      for (u32 r = 0; r < s.ranks; ++r) queue(r), world.ranks[r].queue[0](), world.ranks[r].queue.clear();
+      for (u32 r = 1; r < s.ranks; ++r) {
+        WORLD_CHECK(cudaEventRecord(ends[r], world.ranks[r].stream));
+        WORLD_CHECK(cudaStreamWaitEvent(world.ranks[0].stream, ends[r]));
+      }
+    };
+    std::printf("ranks %u blocks %u tokens %u row %u setting %s segment %.1f MB:", s.ranks, s.blocks, s.max_tokens,
+                s.row_bytes, setting < count ? arguments[setting] : "", world.segment_bytes / 1e6);
+    measure("nothing", [&] { each([&](u32 r) { world.ranks[r].queue.push_back([] {}); }); });
+    measure("prepare", [&] { each([&](u32 r) { world.prepare(r, prepare[r]); }); });
+    measure("dispatch", [&] { each([&](u32 r) { world.dispatch(r, dispatch[r]); }); });
+    measure("combine", [&] { each([&](u32 r) { world.combine(r, combine[r]); }); });
     if (s.ranks <= 8) {
       std::printf(" | together:");
       const cudaStream_t stream = world.ranks[0].stream;
-      together("prepare",
-               [&] { launch_together(prepare_together, prepare, s.blocks, 512, world.prepare_shared(), stream); });
-      together("dispatch", [&] {
+      measure("prepare", [&] {
+        launch_together(prepare_together, prepare, s.blocks, kPrepareThreads, world.prepare_shared(), stream);
+      });
+      measure("dispatch", [&] {
         launch_together(dispatch_together, dispatch, s.blocks, kDispatchThreads, DispatchShared::size(dispatch[0]),
                         stream);
       });
-      together("combine", [&] {
+      measure("combine", [&] {
         launch_together(combine_together, combine, s.blocks, kCombineThreads, CombineShared::size(combine[0]), stream);
       });
     }

@@ -19,7 +19,8 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
     combine_together(const __grid_constant__ Together<CombineArguments> all) {
   run_combine<kBFloat16>(all.of_rank[blockIdx.y], blockIdx.x);
 }
-__global__ void __launch_bounds__(512, 1) prepare_together(const __grid_constant__ Together<PrepareArguments> all) {
+__global__ void __launch_bounds__(kPrepareThreads, 1)
+    prepare_together(const __grid_constant__ Together<PrepareArguments> all) {
   prepare_block(all.of_rank[blockIdx.y], blockIdx.x, Team{threadIdx.x, blockDim.x, 0}, Warp::own(), threadIdx.x / kWarp,
                 blockDim.x / kWarp, memory);
 }
@@ -43,7 +44,7 @@ void launch(void (*kernel)(Arguments), const Arguments& a, u32 blocks, u32 threa
 
 inline void World::prepare(u32 rank, PrepareArguments a) {
   ranks[rank].queue.push_back([=, this, &r = ranks[rank]] {
-    launch(nvte_ep_native_prepare, a, shape.blocks, 512, prepare_shared(), r.stream);
+    launch(nvte_ep_native_prepare, a, shape.blocks, kPrepareThreads, prepare_shared(), r.stream);
   });
 }
 inline void World::dispatch(u32 rank, DispatchArguments a) {

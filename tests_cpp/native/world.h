@@ -166,12 +166,7 @@ struct World {
     for (u8* block : memory) release(block);
   }
 
-  u64 prepare_shared() const {
-    const u32 warps = EP_GPU ? 16 : 1;
-    const u32 parts = std::max(1u, std::min((4 * warps + shape.ranks - 1) / shape.ranks, 16384u / shape.experts));
-    return 4 * (u64(parts) * (shape.experts + shape.ranks) + 2 * (shape.experts + shape.ranks + 1) + 3 * shape.local() +
-                1 + shape.ranks + 1 + warps * 64);
-  }
+  u64 prepare_shared() const { return PrepareShared::size(ranks[0].group, EP_GPU ? kPrepareThreads / kGpuWarp : 1); }
 
   void prepare(u32 rank, PrepareArguments a);
   void dispatch(u32 rank, DispatchArguments a);

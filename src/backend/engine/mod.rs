@@ -2,6 +2,7 @@
 //! routing that a call means, orders and watches the calls; an engine queues their work. To add one, add a variant to
 //! [`EngineKind`], [`Candidate`], [`Fit`], [`Engine`] and [`Handle`], and its limits to `limits`.
 
+mod invalid_indices;
 mod native;
 mod nccl_ep;
 
@@ -54,19 +55,6 @@ impl EngineKind {
 #[cold]
 fn foreign_handle() -> Error {
     Error::Internal("a handle of another engine".into())
-}
-
-/// Logs that `found` indices of a group's steps so far were no expert.
-#[cold]
-fn warn_of_invalid_indices(device: i32, found: u64) {
-    if !tracing::enabled!(target: "nvte_ep", tracing::Level::WARN) {
-        return;
-    }
-    let text = format!(
-        "{found} indices of topk_idx in the steps so far were num_experts or more: no expert, so they were routed nowhere \
-         (-1 masks an entry without this warning; nvte_ep_ext_recv_totals tells of one step)"
-    );
-    tracing::warn!(target: "nvte_ep", device, "{text}");
 }
 
 /// What a group is created from, on this rank.

@@ -3,6 +3,7 @@
 #![allow(missing_docs, reason = "kernels/native/layout.h documents the fields")]
 
 use crate::config::{GroupConfig, LayerConfig};
+use crate::dtype::DType;
 use crate::limits::NATIVE;
 
 pub const SIGNAL_KINDS: u64 = 6;
@@ -126,6 +127,18 @@ pub struct CombineArguments {
     pub with_weights: u32,
 }
 
+/// What a kernel waited for in vain, by `Status::failed` (`WaitKind` in layout.h).
+pub const WAITS: [(u32, &str); 5] = [
+    (1, "the indices of prepare"),
+    (2, "staged rows of dispatch"),
+    (3, "room for staged rows of dispatch"),
+    (4, "sums of combine"),
+    (5, "room for sums of combine"),
+];
+
+/// Row types of combine (`RowType` in layout.h).
+pub const ROW_TYPES: [DType; 3] = [DType::BFloat16, DType::Float16, DType::Float32];
+
 /// A place that grows part by part; parts start at multiples of 256.
 #[derive(Debug, Clone, Copy, Default)]
 struct Parts(u64);
@@ -139,7 +152,7 @@ impl Parts {
 }
 
 /// Most rows of a token's experts that the group's layers may have.
-fn most_top_k(config: &GroupConfig) -> u32 {
+pub fn most_top_k(config: &GroupConfig) -> u32 {
     config.num_topk.unwrap_or(NATIVE.top_k.min(config.num_experts))
 }
 
@@ -253,7 +266,7 @@ pub struct Stages {
 const PIECE_BYTES: u32 = 14336;
 /// More pieces than that bring no more speed.
 const MAX_STAGES: u64 = 32;
-const BARRIER_BYTES: u64 = 8;
+pub const BARRIER_BYTES: u64 = 8;
 pub const PLAN_GROUPS: u64 = 4;
 pub const STAGERS: u64 = 6;
 pub const PIECE_STRUCT_BYTES: u64 = 20;

@@ -1,36 +1,27 @@
 //! Memory of a group of the native engine: the segment in NCCL's symmetric memory, which peers reach, this rank's own device
 //! memory, and a status in host memory that the kernels write.
 
-use super::layout::{Group, GroupLayout, Status};
+use super::layout::{Group, GroupLayout, Status, WAITS};
 use crate::backend::communicator::Communicator;
 use crate::backend::engine::Machine;
 use crate::error::{Error, Result};
 use crate::sys::Base;
 use crate::sys::cuda::Stream;
-use nvte_ep_bindings as b;
-use std::ffi::{c_int, c_void};
+use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 #[derive(Debug)]
 pub(super) struct Memory {
     base: &'static Base,
     comm: Communicator,
-    segment: *mut c_void,
-    window: b::ncclWindow_t,
+    segment: u64,
+    window: usize,
     own: u64,
     status: *mut c_void,
 }
 
 // SAFETY: addresses of device and pinned memory; CUDA and NCCL take them from any thread.
 unsafe impl Send for Memory {}
-
-/// A function that every NCCL that passes initialize has.
-fn present<F>(function: Option<F>, name: &str) -> Result<F> {
-    function.ok_or_else(|| Error::Preflight {
-        problem: format!("the NCCL in use has no {name}"),
-        remedy: "update it to 2.30.4 or later".into(),
-    })
-}
 
 impl Memory {
     /// Allocates and registers; collective.
@@ -40,16 +31,10 @@ impl Memory {
     pub(super) unsafe fn create(machine: &Machine<'_>, layout: &GroupLayout) -> Result<Self> {
         let Machine { base, comm, comm_facts, .. } = machine;
         let (cuda, nccl) = (&base.cuda, &base.nccl);
-        let peer_of = present(nccl.ncclGetPeerDevicePointer, "ncclGetPeerDevicePointer")?;
-        let (alloc, register) = (
-            present(nccl.ncclMemAlloc, "ncclMemAlloc")?,
-            present(nccl.ncclCommWindowRegister, "ncclCommWindowRegister")?,
-        );
-        let (mut segment, mut status, mut window) = (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut());
+        let mut status = std::ptr::null_mut();
         let mut own = 0;
-        // SAFETY: `segment` lives across the call.
-        nccl.check("ncclMemAlloc", unsafe { alloc(&raw mut segment, layout.segment_bytes as usize) })?;
-        // SAFETY: as above.
+        let segment = nccl.mem_alloc(layout.segment_bytes)?;
+        // SAFETY: `own` lives across the call.
         cuda.check("cuMemAlloc_v2", unsafe { (cuda.cuMemAlloc_v2)(&raw mut own, layout.own_bytes as usize) })?;
         // SAFETY: as above.
         cuda.check("cuMemAllocHost_v2", unsafe { (cuda.cuMemAllocHost_v2)(&raw mut status, size_of::<Status>()) })?;
@@ -58,27 +43,24 @@ impl Memory {
         // Signals start at zero, before any peer can write one: registering is collective.
         let none = Stream(0);
         // SAFETY: memory of these sizes, allocated just now.
-        unsafe { cuda.zero(segment.expose_provenance() as u64, layout.segment_bytes as usize, none) }?;
+        unsafe { cuda.zero(segment, layout.segment_bytes as usize, none) }?;
         // SAFETY: as above.
         unsafe { cuda.zero(own, layout.own_bytes as usize, none) }?;
         // SAFETY: takes nothing.
         cuda.check("cuCtxSynchronize", unsafe { (cuda.cuCtxSynchronize)() })?;
-        let (raw, flags) = (comm.as_raw(), b::NCCL_WIN_COLL_SYMMETRIC as c_int);
         // SAFETY: the caller vouches for the communicator; the memory is NCCL's and stays until the window is gone.
-        let code = unsafe { register(raw, segment, layout.segment_bytes as usize, &raw mut window, flags) };
-        nccl.check("ncclCommWindowRegister", code)?;
+        let window = unsafe { nccl.window_register(comm.as_raw(), segment, layout.segment_bytes) }?;
         let mut peers = Vec::new();
         for rank in 0..comm_facts.size {
-            let mut peer = std::ptr::null_mut();
-            // SAFETY: the window is live, and `peer` lives across the call.
-            nccl.check("ncclGetPeerDevicePointer", unsafe { peer_of(window, 0, rank, &raw mut peer) })?;
-            if peer.is_null() {
+            // SAFETY: the window is live.
+            let peer = unsafe { nccl.peer_address(window, rank) }?;
+            if peer == 0 {
                 return Err(Error::Preflight {
                     problem: format!("rank {rank}'s memory cannot be reached by load and store"),
                     remedy: "set the option backend, or NVTE_EP_BACKEND, to nccl_ep".into(),
                 });
             }
-            peers.push(peer.expose_provenance() as u64);
+            peers.push(peer);
         }
         // SAFETY: the list lives until the copy is done; its room is at the start of our own memory.
         let code = unsafe {
@@ -94,7 +76,7 @@ impl Memory {
     pub(super) fn addresses(&self, layout: &GroupLayout) -> Group {
         Group {
             peers: self.own,
-            own: self.segment.expose_provenance() as u64,
+            own: self.segment,
             counters: self.own + layout.counters_offset,
             histogram: self.own + layout.histogram_offset,
             status: self.status.expose_provenance() as u64,
@@ -122,14 +104,8 @@ impl Memory {
     /// What a kernel waited for in vain.
     pub(super) fn failed_wait(&self) -> Option<String> {
         let read = |offset| self.word(offset).load(Ordering::Acquire);
-        let what = match read(std::mem::offset_of!(Status, failed)) {
-            0 => return None,
-            1 => "the indices of prepare",
-            2 => "staged rows of dispatch",
-            3 => "room for staged rows of dispatch",
-            4 => "sums of combine",
-            _ => "room for sums of combine",
-        };
+        let failed = read(std::mem::offset_of!(Status, failed));
+        let (_, what) = WAITS.iter().find(|(kind, _)| *kind == failed)?;
         Some(format!("rank {}: {what}", read(std::mem::offset_of!(Status, peer))))
     }
 
@@ -148,14 +124,10 @@ impl Memory {
     /// Frees all of it.
     pub(super) fn destroy(self) -> Result<()> {
         let (cuda, nccl) = (&self.base.cuda, &self.base.nccl);
-        let (deregister, free) = (
-            present(nccl.ncclCommWindowDeregister, "ncclCommWindowDeregister")?,
-            present(nccl.ncclMemFree, "ncclMemFree")?,
-        );
         // SAFETY: the communicator outlives the group; the window is live, and no rank uses it any more.
-        let window = nccl.check("ncclCommWindowDeregister", unsafe { deregister(self.comm.as_raw(), self.window) });
+        let window = unsafe { nccl.window_deregister(self.comm.as_raw(), self.window) };
         // SAFETY: the memory is ours, and nothing queued uses it any more.
-        let segment = nccl.check("ncclMemFree", unsafe { free(self.segment) });
+        let segment = unsafe { nccl.mem_free(self.segment) };
         // SAFETY: as above.
         let own = cuda.check("cuMemFree_v2", unsafe { (cuda.cuMemFree_v2)(self.own) });
         // SAFETY: as above.

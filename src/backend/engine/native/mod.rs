@@ -5,6 +5,7 @@ mod kernels;
 mod layout;
 mod memory;
 
+use super::invalid_indices::InvalidIndices;
 use super::{HeaderOut, Machine};
 use crate::config::{GroupConfig, LayerConfig, Overflow, RecvCapacity};
 use crate::dtype::DType;
@@ -18,7 +19,7 @@ use crate::tensor::TensorView;
 use kernels::Kernels;
 use layout::{CombineArguments, DispatchArguments, GroupLayout, PrepareArguments};
 use memory::Memory;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// The kernels, loaded.
 pub(in crate::backend) struct Candidate(Kernels);
@@ -54,7 +55,7 @@ impl Candidate {
         preflight::surroundings(machine.base, &machine.facts, &machine.comm_facts)?;
         let rows = u64::from(machine.config.ep_size)
             * u64::from(machine.config.max_tokens_per_rank)
-            * u64::from(machine.config.num_topk.unwrap_or(crate::limits::NATIVE.top_k).min(machine.config.num_experts));
+            * u64::from(layout::most_top_k(&machine.config));
         // An entry of the slot table has 25 bits for the row, of which one value is none.
         if rows >= (1 << 25) - 1 && machine.config.recv_capacity == RecvCapacity::Eager {
             let required = "must leave at most 33554430 rows a rank (ep_size * max_tokens_per_rank * num_topk) with the native engine";
@@ -87,9 +88,7 @@ impl Candidate {
             group,
             layout,
             config: machine.config,
-            device: machine.device,
-            reported: 0,
-            reported_at: None,
+            log: InvalidIndices::new(machine.device),
         })
     }
 }
@@ -102,9 +101,7 @@ pub(in crate::backend) struct Group {
     group: layout::Group,
     layout: GroupLayout,
     config: GroupConfig,
-    device: i32,
-    reported: u64,
-    reported_at: Option<Instant>,
+    log: InvalidIndices,
 }
 
 /// A layer's tables in one piece of handle memory: nothing that the host has to keep.
@@ -114,9 +111,6 @@ pub(in crate::backend) struct Handle {
     /// Rows that slabs are padded to.
     alignment: u32,
 }
-
-/// How long the log says nothing of indices that are no expert after it did.
-const BETWEEN_WARNINGS: Duration = Duration::from_secs(60);
 
 impl Group {
     /// Bytes of a layer's tables.
@@ -271,6 +265,8 @@ impl Group {
     ) -> Result<()> {
         self.require_sound()?;
         let row_bytes = row_bytes(result);
+        let row_type = layout::ROW_TYPES.iter().position(|dtype| *dtype == result.dtype);
+        let row_type = row_type.expect("ops admits no other rows");
         let stages = layout::combine_stages(&self.group, handle.tables.width, row_bytes);
         let arguments = CombineArguments {
             group: self.group,
@@ -283,11 +279,7 @@ impl Group {
             piece_bytes: stages.piece_bytes,
             peer_stages: stages.stages[0],
             own_stages: stages.stages[1],
-            row_type: match result.dtype {
-                DType::BFloat16 => 0,
-                DType::Float16 => 1,
-                _ => 2,
-            },
+            row_type: row_type as u32,
             with_weights: u32::from(weights.is_some()),
         };
         // SAFETY: passed on.
@@ -297,12 +289,7 @@ impl Group {
     /// See [`super::Engine::report`].
     #[inline]
     pub(super) fn report(&mut self) {
-        let found = self.memory.invalid_indices();
-        if found == self.reported || self.reported_at.is_some_and(|at| at.elapsed() < BETWEEN_WARNINGS) {
-            return;
-        }
-        (self.reported, self.reported_at) = (found, Some(Instant::now()));
-        super::warn_of_invalid_indices(self.device, found);
+        self.log.report(self.memory.invalid_indices());
     }
 
     /// What the group holds.
@@ -313,8 +300,7 @@ impl Group {
 
     /// Frees all of it: queued work is done, and every rank has stopped using its segment.
     pub(super) fn destroy(mut self) -> Result<()> {
-        self.reported_at = None;
-        self.report();
+        self.log.report_last(self.memory.invalid_indices());
         let Self { kernels, memory, .. } = self;
         let freed = memory.destroy();
         kernels.unload().and(freed)

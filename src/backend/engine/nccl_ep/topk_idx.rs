@@ -1,86 +1,63 @@
 //! The copy of the expert indices that NCCL EP gets to see: `kernels/topk_idx.cu` says what it holds and why.
 
+use crate::backend::engine::invalid_indices::InvalidIndices;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::sys::cuda::{Cuda, Stream};
+use crate::sys::module::{Function, Grid, Module};
 use crate::tensor::TensorView;
-use nvte_ep_bindings as b;
-use std::ffi::{CStr, c_void};
+use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
-const PTX: &CStr =
-    match CStr::from_bytes_with_nul(concat!(include_str!("../../../../kernels/topk_idx.ptx"), "\0").as_bytes()) {
-        Ok(text) => text,
-        Err(_) => panic!("a PTX text has no zero byte"),
-    };
+const PTX: &str = concat!(include_str!("../../../../kernels/topk_idx.ptx"), "\0");
 
 /// Tokens of a block; a block takes several where there are more than [`MAX_BLOCKS`] of them.
 const THREADS: u32 = 128;
 const MAX_BLOCKS: usize = 1024;
-/// How long the log says nothing of indices that are no expert after it did.
-const BETWEEN_WARNINGS: Duration = Duration::from_secs(60);
-
 /// The kernels, loaded on one device, and what they report to the host.
 #[derive(Debug)]
 pub(super) struct IndexCopier {
     cuda: &'static Cuda,
-    device: i32,
-    module: b::CUmodule,
-    int32: b::CUfunction,
-    int64: b::CUfunction,
+    module: Module,
+    int32: Function,
+    int64: Function,
     /// Pinned host memory: all indices of this group's life that were no expert. The kernels add to it.
     invalid_indices: *mut c_void,
-    reported: u64,
-    reported_at: Option<Instant>,
+    log: InvalidIndices,
 }
 
-// SAFETY: pinned memory is any thread's; modules and functions belong to the device's primary context, whatever thread names them.
+// SAFETY: pinned memory is any thread's.
 unsafe impl Send for IndexCopier {}
 
 impl IndexCopier {
     /// Loads them into the current context, which is that of `device`; the driver translates them for its GPU.
     pub(super) fn load(cuda: &'static Cuda, device: i32) -> Result<Self> {
-        let mut module = std::ptr::null_mut();
-        // SAFETY: the text ends in a zero byte, and `module` lives across the call.
-        cuda.check("cuModuleLoadData", unsafe { (cuda.cuModuleLoadData)(&raw mut module, PTX.as_ptr().cast()) })?;
-        let function = |name: &CStr| {
-            let mut function = std::ptr::null_mut();
-            // SAFETY: the module is live, and `function` lives across the call.
-            let code = unsafe { (cuda.cuModuleGetFunction)(&raw mut function, module, name.as_ptr()) };
-            cuda.check("cuModuleGetFunction", code).map(|()| function)
-        };
-        let int32 = function(c"nvte_ep_copy_topk_idx_i32")?;
-        let int64 = function(c"nvte_ep_copy_topk_idx_i64")?;
+        let module = Module::load(cuda, PTX)?;
+        let int32 = module.function(c"nvte_ep_copy_topk_idx_i32")?;
+        let int64 = module.function(c"nvte_ep_copy_topk_idx_i64")?;
         let mut invalid_indices = std::ptr::null_mut();
         // SAFETY: `invalid_indices` lives across the call.
         let code = unsafe { (cuda.cuMemAllocHost_v2)(&raw mut invalid_indices, size_of::<u64>()) };
         cuda.check("cuMemAllocHost_v2", code)?;
         // SAFETY: room for one u64, which nobody else knows yet.
         unsafe { invalid_indices.cast::<u64>().write(0) };
-        Ok(Self { cuda, device, module, int32, int64, invalid_indices, reported: 0, reported_at: None })
+        Ok(Self { cuda, module, int32, int64, invalid_indices, log: InvalidIndices::new(device) })
     }
 
-    /// Logs how many indices of the steps so far were no expert, if those are more than at the last time; not too often.
+    fn found(&self) -> u64 {
+        // SAFETY: the kernels' memory, which they add to atomically.
+        unsafe { AtomicU64::from_ptr(self.invalid_indices.cast()) }.load(Ordering::Relaxed)
+    }
+
+    /// See [`InvalidIndices::report`].
     #[inline]
     pub(super) fn report(&mut self) {
-        // SAFETY: the kernels' memory, which they add to atomically.
-        let found = unsafe { AtomicU64::from_ptr(self.invalid_indices.cast()) }.load(Ordering::Relaxed);
-        if found != self.reported && self.reported_at.is_none_or(|at| at.elapsed() > BETWEEN_WARNINGS) {
-            self.warn(found);
-        }
+        self.log.report(self.found());
     }
 
-    /// The same at the end, when nothing may have been reported for a while.
+    /// See [`InvalidIndices::report_last`].
     pub(super) fn report_last(&mut self) {
-        self.reported_at = None;
-        self.report();
-    }
-
-    #[cold]
-    fn warn(&mut self, found: u64) {
-        (self.reported, self.reported_at) = (found, Some(Instant::now()));
-        crate::backend::engine::warn_of_invalid_indices(self.device, found);
+        self.log.report_last(self.found());
     }
 
     /// Queues the copy of `topk_idx`, `[T, K]`, to the address `copied`, and adds the number of indices that are no
@@ -113,12 +90,9 @@ impl IndexCopier {
                 (&raw mut num_experts).cast(),
             ];
             let blocks = tokens.div_ceil(THREADS as usize).min(MAX_BLOCKS) as u32;
-            let (raw_stream, arguments, none) = (stream.as_raw(), arguments.as_mut_ptr(), std::ptr::null_mut());
-            // SAFETY: the arguments are the kernel's seven, read by the call; the caller vouches for the memory.
-            let code = unsafe {
-                (self.cuda.cuLaunchKernel)(function, blocks, 1, 1, THREADS, 1, 1, 0, raw_stream, arguments, none)
-            };
-            self.cuda.check("cuLaunchKernel", code)?;
+            let grid = Grid { blocks, threads: THREADS, shared_bytes: 0 };
+            // SAFETY: the arguments are the kernel's seven; the caller vouches for the memory.
+            unsafe { self.module.launch(function, grid, &mut arguments, stream) }?;
         }
         Ok(())
     }
@@ -126,8 +100,8 @@ impl IndexCopier {
 
 impl Drop for IndexCopier {
     fn drop(&mut self) {
-        // SAFETY: the module is live, and nothing queued uses it any more.
-        let unloaded = self.cuda.check("cuModuleUnload", unsafe { (self.cuda.cuModuleUnload)(self.module) });
+        // SAFETY: nothing queued uses it any more, and this is its end.
+        let unloaded = unsafe { self.module.unload() };
         // SAFETY: the memory is ours, and nothing queued uses it any more.
         let freed = self.cuda.check("cuMemFreeHost", unsafe { (self.cuda.cuMemFreeHost)(self.invalid_indices) });
         for error in [unloaded, freed].into_iter().filter_map(Result::err) {
