@@ -17,19 +17,34 @@
 
 namespace test {
 
-// The handles that a group has opened, as nvte_ep_ext_memory_usage has to tell them: by layer, or by address.
+// The handles that a group has opened, as nvte_ep_ext_memory_usage has to tell them.
 class HandleBook {
  public:
-  void Opened(std::uint64_t key, std::size_t bytes) { bytes_[key] = bytes; }
-  std::uint64_t handles() const { return bytes_.size(); }
+  // By a registered layer, or by the address alone if `id` is 0. Memory has one handle, and a registered layer has one
+  // memory.
+  void Opened(std::uint64_t id, const void* memory, std::size_t bytes) {
+    if (id != 0) {
+      const auto [former, is_new] = places_.emplace(id, memory);
+      const auto left = open_.find(former->second);
+      if (!is_new && former->second != memory && left != open_.end() && left->second.id == id) open_.erase(left);
+      former->second = memory;
+    }
+    open_[memory] = {id, bytes};
+  }
+  std::uint64_t handles() const { return open_.size(); }
   std::uint64_t bytes() const {
     std::uint64_t sum = 0;
-    for (const auto& [key, bytes] : bytes_) sum += bytes;
+    for (const auto& [memory, open] : open_) sum += open.bytes;
     return sum;
   }
 
  private:
-  std::map<std::uint64_t, std::size_t> bytes_;
+  struct Open {
+    std::uint64_t id;
+    std::size_t bytes;
+  };
+  std::map<const void*, Open> open_;
+  std::map<std::uint64_t, const void*> places_;
 };
 
 // What a call last prepared at an address.
@@ -131,7 +146,7 @@ class MovableLayer {
   }
   // Notes that a call is made with the handle: over what was prepared for `rows`, and whether it is the last of a step.
   void Used(const std::vector<int>& rows, bool last = false) {
-    book_->Opened(layer.id() != 0 ? layer.id() : reinterpret_cast<std::uintptr_t>(address()), bytes());
+    book_->Opened(layer.id(), address(), bytes());
     routed_ = {layer.top_k(), layer.alignment(), rows, last};
     if (slices_ != nullptr) slices_->Note(place_, routed_);
   }
