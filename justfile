@@ -22,6 +22,10 @@ format:
     cargo fmt --all
     ./qa/clang_format.sh --write
 
+# the guide, in target/book/html
+book:
+    ./qa/book.sh
+
 # the release: archive with SBOM, Debian package, checksums; twice, and compared
 dist:
     ./packaging/dist.sh --verify

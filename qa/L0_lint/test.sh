@@ -10,6 +10,7 @@ wheels=$("$ROOT/qa/wheels.sh")
 check "generated bindings are current" cargo run --quiet --locked -p nvte-ep-codegen -- bindings --check --wheels "$wheels"
 check "the list of what the host runtime refuses is current" qa/host_symbols.sh --check
 check "generated PTX is current" cargo run --quiet --locked -p nvte-ep-codegen -- kernels --check --nvrtc "$("$ROOT/qa/nvrtc.sh")"
+check "the guide builds, and its links hold" qa/book.sh
 check "C++ formatting" qa/clang_format.sh --check
 check "licences and sources of dependencies" qa/deny.sh
 check "third-party licences are current" packaging/third_party_licenses.py --check
