@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstdio>
 #include <exception>
+#include <filesystem>
 #include <fstream>
 #include <stdexcept>
 #include <string>
@@ -29,6 +30,13 @@ std::size_t ResidentBytes() {
 }
 
 bool HaveGpu() { return access("/dev/nvidiactl", F_OK) == 0; }
+
+// The file that a library was loaded from.
+std::string FileOf(const char* library, const char* function) {
+  Dl_info info = {};
+  dladdr(reinterpret_cast<void*>(SharedLibrary(library).Get<void()>(function)), &info);
+  return std::filesystem::canonical(info.dli_fname);
+}
 
 // A communicator of one rank on the host runtime.
 class OneRank {
@@ -270,6 +278,47 @@ TEST(Boundary, UnknownRuntimeIsRefusedByName) {
         const testing::AssertionResult result =
             Throws("nvte_ep_initialize", {"NVTE_EP_RUNTIME", "cuda", "host", "got gpu"},
                    [&] { nvte_ep_initialize(not_a_communicator, calls.config()); });
+        std::fprintf(stderr, "%s\n", result.message());
+        _exit(result ? 0 : 1);
+      },
+      testing::ExitedWithCode(0), "");
+}
+
+// The folder host_runtime is on the library path, and the variable is forgotten.
+TEST(Boundary, TheHostRuntimeThatNobodyAskedForIsNamed) {
+  if (!OnHostRuntime()) GTEST_SKIP() << "needs the library path of the host runtime";
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        unsetenv("NVTE_EP_RUNTIME");
+        EpCalls calls;
+        const OneRank comm;
+        const testing::AssertionResult result = Throws(
+            "nvte_ep_initialize", {"the CUDA driver is the host runtime here (", "/lib", "set NVTE_EP_RUNTIME=host"},
+            [&] { nvte_ep_initialize(comm.get(), calls.config()); });
+        std::fprintf(stderr, "%s\n", result.message());
+        _exit(result ? 0 : 1);
+      },
+      testing::ExitedWithCode(0), "");
+}
+
+TEST(Boundary, TwoCopiesOfTheHostRuntimeAreNamed) {
+  if (!OnHostRuntime()) GTEST_SKIP() << "needs NVTE_EP_RUNTIME=host";
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        const std::string own = FileOf("libnccl.so.2", "ncclCommCount");
+        const std::string folder = testing::TempDir() + "nvte_ep_copies_" + std::to_string(getpid());
+        const std::string copy = folder + "/libnccl_copy.so";
+        std::filesystem::create_directory(folder);
+        std::filesystem::copy_file(own, copy);
+        setenv("NVTE_EP_HOST_LIB", copy.c_str(), 1);
+        EpCalls calls;
+        const OneRank comm;
+        const testing::AssertionResult result =
+            Throws("nvte_ep_initialize", {"two copies of the host runtime", own, copy, "lead to one file"},
+                   [&] { nvte_ep_initialize(comm.get(), calls.config()); });
+        std::filesystem::remove_all(folder);
         std::fprintf(stderr, "%s\n", result.message());
         _exit(result ? 0 : 1);
       },

@@ -271,7 +271,7 @@ fn the_host_runtime_is_on_the_path_without_the_variable() {
         symlink(&host, folder.join(name)).unwrap();
     }
     machine.set("LD_LIBRARY_PATH", folder);
-    machine.has_one_problem("driver", "the loader finds the host runtime", "set NVTE_EP_RUNTIME=host");
+    machine.has_one_problem("driver", "the CUDA driver is the host runtime here (", "set NVTE_EP_RUNTIME=host");
 }
 
 #[test]

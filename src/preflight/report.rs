@@ -7,8 +7,8 @@ use crate::sys::cuda::Cuda;
 use crate::sys::nccl::{Nccl, version_text};
 use crate::sys::nccl_ep::NcclEp;
 use crate::sys::{
-    NcclEpLibrary, driver_library, file_of, host_library, incomplete, is_host_runtime, loaded_nccls, nccl_candidates,
-    nccl_ep_library, nccl_library, site_packages,
+    NcclEpLibrary, driver_library, file_of, host_library, incomplete, loaded_nccls, nccl_candidates, nccl_ep_library,
+    nccl_library, site_packages,
 };
 use std::ffi::{c_int, c_void};
 use std::path::{Path, PathBuf};
@@ -107,19 +107,11 @@ fn driver(findings: &mut Vec<Finding>) -> Option<u32> {
     let library = match driver_library() {
         Ok(library) => library,
         Err(error) => {
+            let is_missing = matches!(error, Error::Load { .. });
             findings.push(Finding::of("driver", error));
-            return unknown;
+            return if is_missing { unknown } else { None };
         }
     };
-    if is_host_runtime(library) {
-        findings.push(Finding::problem(
-            "driver",
-            "the loader finds the host runtime under the name libcuda.so.1 (LD_LIBRARY_PATH has its folder), and NVTE_EP_RUNTIME \
-             does not ask for it",
-            "set NVTE_EP_RUNTIME=host to run on the host runtime, or take its folder out of LD_LIBRARY_PATH",
-        ));
-        return None;
-    }
     let cuda = match Cuda::from_library(library) {
         Ok(cuda) => cuda,
         Err(error) => {
@@ -186,17 +178,8 @@ fn peers(library: &libloading::Library, count: c_int) -> Option<Finding> {
 
 /// NCCL's file and version.
 fn nccl(env: &Env, findings: &mut Vec<Finding>) -> Option<(PathBuf, i32)> {
-    let table = nccl_library(env).and_then(|library| {
-        if is_host_runtime(library) {
-            return Err(Error::Preflight {
-                problem: "the loader finds the host runtime under the name libnccl.so.2 (LD_LIBRARY_PATH has its folder), and \
-                          NVTE_EP_RUNTIME does not ask for it"
-                    .into(),
-                remedy: "set NVTE_EP_RUNTIME=host to run on the host runtime, or take its folder out of LD_LIBRARY_PATH".into(),
-            });
-        }
-        Nccl::from_library(library).map_err(|error| incomplete("NCCL", &error))
-    });
+    let table =
+        nccl_library(env).and_then(|library| Nccl::from_library(library).map_err(|error| incomplete("NCCL", &error)));
     let (table, version) = match table.and_then(|table| table.version().map(|version| (table, version))) {
         Ok(found) => found,
         Err(error) => {

@@ -59,6 +59,7 @@ fn gate_text(file: &[u8], path: &Path, running: i32) -> Option<String> {
 pub(super) fn base(env: &Env) -> Result<Base> {
     if env.runtime == RuntimeKind::Host {
         let host = host_library(env)?;
+        one_host_runtime(&loaded_host_runtimes())?;
         return Ok(Base {
             runtime: RuntimeKind::Host,
             cuda: cuda::Cuda::from_library(host).map_err(|e| incomplete(HOST, &e))?,
@@ -97,18 +98,17 @@ pub(super) fn nccl_ep(base: &Base, env: &Env) -> Result<NcclEpLibrary> {
 pub(crate) fn driver_library() -> Result<&'static Library> {
     let remedy =
         "install the NVIDIA driver, or set NVTE_EP_RUNTIME=host (nvte-ep run: --runtime host) to run without a GPU";
-    open_first("the CUDA driver", remedy, ["libcuda.so.1".into()])
+    not_the_host_runtime("the CUDA driver", open_first("the CUDA driver", remedy, ["libcuda.so.1".into()])?, "cuInit")
 }
 
 /// NCCL EP, for the NCCL of this file: the named one, or the first that [`nccl_ep_search`] finds.
 pub(crate) fn nccl_ep_library(nccl: Option<&Path>, env: &Env) -> Result<&'static Library> {
     let remedy = "install NCCL EP (pip install nccl-extensions) or set NVTE_EP_NCCL_EP_LIB to libnccl_ep.so";
-    match &env.nccl_ep_lib {
-        Some(path) => open_first("NCCL EP", remedy, [path.clone()]),
-        None => {
-            open_first("NCCL EP", remedy, nccl_ep_search(env, &own_directories(), &NCCL_PREFIXES, &site_packages(nccl)))
-        }
-    }
+    let search = match &env.nccl_ep_lib {
+        Some(path) => [path.clone()].into(),
+        None => nccl_ep_search(env, &own_directories(), &NCCL_PREFIXES, &site_packages(nccl)),
+    };
+    not_the_host_runtime("NCCL EP", open_first("NCCL EP", remedy, search)?, "ncclEpDispatch")
 }
 
 /// All files that [`nccl_library`] could take, in its order, with the version that each reports; loads them. `used` is the
@@ -134,10 +134,55 @@ pub(crate) fn nccl_candidates(env: &Env, used: Option<&Path>) -> Vec<(PathBuf, i
     found
 }
 
-/// Whether the file of this loaded library is the host runtime, under whatever name.
-pub(crate) fn is_host_runtime(library: &Library) -> bool {
-    // SAFETY: only the symbol's presence is asked for; it is not called.
-    unsafe { library.get::<*const c_void>(b"nvte_ep_host_stats\0") }.is_ok()
+/// A function that the host runtime alone has.
+const HOST_ONLY: &str = "nvte_ep_host_stats";
+
+/// The file of a function of this loaded library.
+fn file_of_function(library: &Library, function: &str) -> Option<PathBuf> {
+    // SAFETY: looks a name up; nothing is called.
+    let symbol = unsafe { library.get::<unsafe extern "C" fn()>(function.as_bytes()) }.ok()?;
+    file_of(*symbol as *const c_void)
+}
+
+/// `library` for the CUDA runtime, unless its `function` is the host runtime's, which goes by all names.
+fn not_the_host_runtime(name: &str, library: &'static Library, function: &str) -> Result<&'static Library> {
+    match file_of_function(library, function) {
+        Some(file) if file_of_function(library, HOST_ONLY).as_ref() == Some(&file) => Err(Error::Preflight {
+            problem: format!(
+                "{name} is the host runtime here ({}), and NVTE_EP_RUNTIME does not ask for it",
+                file.display()
+            ),
+            remedy: "set NVTE_EP_RUNTIME=host to run without a GPU, or take that folder out of LD_LIBRARY_PATH".into(),
+        }),
+        _ => Ok(library),
+    }
+}
+
+/// # Errors
+/// The files, where the process has several copies of the host runtime.
+fn one_host_runtime(loaded: &[PathBuf]) -> Result<()> {
+    let [first, second, ..] = loaded else { return Ok(()) };
+    Err(Error::Preflight {
+        problem: format!(
+            "the process has two copies of the host runtime, {} and {}, and neither knows the other's communicators, streams \
+             and memory",
+            first.display(),
+            second.display()
+        ),
+        remedy: "let NVTE_EP_HOST_LIB, LD_LIBRARY_PATH and the program's own links lead to one file".into(),
+    })
+}
+
+/// The files of the host runtime in the process, under whatever name.
+fn loaded_host_runtimes() -> Vec<PathBuf> {
+    let is_host = |file: &PathBuf| {
+        // SAFETY: RTLD_NOLOAD runs nothing; it only finds what is loaded.
+        let loaded = unsafe { UnixLibrary::open(Some(file), libc::RTLD_NOLOAD | RTLD_NOW) };
+        // What is linked to the host runtime finds the function too, in another file.
+        let found = loaded.ok().and_then(|library| file_of_function(&library.into(), HOST_ONLY));
+        found.and_then(|found| found.canonicalize().ok()).as_ref() == Some(file)
+    };
+    mapped_files(|name| name.contains(".so")).into_iter().filter(is_host).collect()
 }
 
 const HOST: &str = "the host runtime";
@@ -167,18 +212,20 @@ pub(crate) fn nccl_library(env: &Env) -> Result<&'static Library> {
     if let Some(path) = &env.nccl_lib {
         return open_first("NCCL", remedy, [path.clone()]);
     }
+    let found = |library: Library| not_the_host_runtime("NCCL", Box::leak(Box::new(library)), "ncclCommCount");
     let process: Library = UnixLibrary::this().into();
     // SAFETY: only the symbol's presence is asked for; it is not called.
     if unsafe { process.get::<*const c_void>(b"ncclCommCount\0") }.is_ok() {
-        return Ok(Box::leak(Box::new(process)));
+        return found(process);
     }
     // A framework that a Python process imported keeps its NCCL to itself, so the symbol is not in the global scope. The
     // file is loaded all the same, and a second one beside it, from NCCL_HOME, could not use its communicator.
     // SAFETY: nothing is loaded, so no constructor runs.
     if let Ok(loaded) = unsafe { UnixLibrary::open(Some(NCCL), RTLD_NOW | libc::RTLD_NOLOAD) } {
-        return Ok(Box::leak(Box::new(loaded.into())));
+        return found(loaded.into());
     }
-    open_first("NCCL", remedy, nccl_search(env, &NCCL_PREFIXES, &site_packages(None)))
+    let opened = open_first("NCCL", remedy, nccl_search(env, &NCCL_PREFIXES, &site_packages(None)))?;
+    not_the_host_runtime("NCCL", opened, "ncclCommCount")
 }
 
 /// Never a plain `libnccl.so`, which can be another NCCL than the one that made the communicator.
@@ -357,17 +404,23 @@ pub(crate) fn provider_of(symbol: &CStr) -> Option<PathBuf> {
 /// The NCCLs in the process, with the version that each reports. A communicator works with the one that made it only, and a
 /// process may have several: a framework's, one of a Python wheel, the system's.
 pub(crate) fn loaded_nccls() -> Vec<(PathBuf, i32)> {
+    let files = mapped_files(|name| name.starts_with("libnccl.so"));
+    files.into_iter().filter_map(|file| version_of(&file).map(|version| (file, version))).collect()
+}
+
+/// The files in the process's memory whose name `counts`, each once.
+fn mapped_files(counts: impl Fn(&str) -> bool) -> Vec<PathBuf> {
     let mut files: Vec<PathBuf> = Vec::new();
     for line in std::fs::read_to_string("/proc/self/maps").unwrap_or_default().lines() {
         // Behind address, rights, offset, device and inode.
         let Some(start) = line.find('/') else { continue };
         let path = Path::new(&line[start..]);
-        let is_nccl = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libnccl.so"));
-        if is_nccl && !files.iter().any(|file| file == path) {
+        let is_one = path.file_name().is_some_and(|name| counts(&name.to_string_lossy()));
+        if is_one && !files.iter().any(|file| file == path) {
             files.push(path.to_path_buf());
         }
     }
-    files.into_iter().filter_map(|file| version_of(&file).map(|version| (file, version))).collect()
+    files
 }
 
 /// The version that the loaded library `file` reports.
