@@ -1,4 +1,4 @@
-// One MoE step under mpirun, in which the experts pass their tokens through. README.md says how to build and run it.
+// One MoE step under mpirun, in which the experts pass their tokens through. docs/start.md has the commands.
 #define OMPI_SKIP_MPICXX  // MPI's old C++ interface, which is of no use here
 #include <cuda_runtime_api.h>
 #include <mpi.h>
@@ -25,7 +25,6 @@ NVTETensor tensor(NVTEDType dtype, size_t element, std::vector<size_t> sizes, co
 
 // Returns how many values of the step's result are wrong.
 int step(ncclComm_t comm, int rank, int ranks, cudaStream_t stream) {
-  // [step]
   const size_t T = 8, H = 64, K = 2;              // tokens of this rank, hidden size, experts per token
   const size_t E = 4 * ranks, C = ranks * T * K;  // experts; rows that hold any routing
   std::vector<int64_t> experts(T * K);            // token t goes to experts g and g + E/2
@@ -50,7 +49,6 @@ int step(ncclComm_t comm, int rank, int ranks, cudaStream_t stream) {
   // Here the experts work, each on its slab of recv_tokens, counts[e] rows long, and multiply by recv_weights.
   nvte_ep_combine(handle, recv_tokens, {}, result, stream);
   cudaStreamSynchronize(stream);
-  // [step]
 
   std::vector<float> sums(T * H);
   cudaMemcpy(sums.data(), nvte_tensor_data(result), T * H * 4, cudaMemcpyDeviceToHost);

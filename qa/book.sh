@@ -18,7 +18,7 @@ cp -R README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs examples "$book/src"
 mv "$book/src/docs/book.toml" "$book"
 sed -E 's|\]\(|](docs/|; s|\(docs/\.\./|(|' docs/SUMMARY.md >"$book/src/SUMMARY.md"
 rm "$book/src/docs/SUMMARY.md"
-RUST_LOG=warn "$folder/bin/mdbook" build --dest-dir "$book/html" "$book"
+MDBOOK_LOG=warn "$folder/bin/mdbook" build --dest-dir "$book/html" "$book"
 python3 - "$book" <<'PY'
 import html.parser, pathlib, sys, urllib.parse
 

@@ -19,7 +19,7 @@ fn every_variable_is_documented_as_the_code_has_it() {
 
 #[test]
 fn the_readme_shows_the_compiled_example() {
-    let example = read("examples/step.cc");
+    let example = read("examples/forward_backward.cc");
     let step = example.split("  // [step]\n").nth(1).expect("the example marks its step");
     let step: String = step.lines().map(|line| format!("{}\n", line.strip_prefix("  ").unwrap_or(line))).collect();
     assert!(read("README.md").contains(&format!("```cpp\n{step}```")), "README.md does not show this:\n{step}");

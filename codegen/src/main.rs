@@ -1,4 +1,4 @@
-//! Regenerates what is generated and committed: the exported functions and their C headers (syn, cbindgen), Rust bindings
+//! Regenerates what is generated and committed: the exported functions, their C headers (syn, cbindgen) and the guide's reference, Rust bindings
 //! (bindgen) and PTX (NVRTC).
 //!
 //! `cargo run -p nvte-ep-codegen -- headers [--check]`, `... -- bindings [--check] --wheels DIR` and
@@ -9,6 +9,7 @@ mod bindings;
 mod exports;
 mod headers;
 mod kernels;
+mod reference;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -53,7 +54,9 @@ fn run() -> Result<String, String> {
             if !check {
                 write(root, &exports)?;
             }
-            vec![exports, headers::generate(root)?]
+            let headers = headers::generate(root)?;
+            let reference = reference::generate(root, &headers)?;
+            vec![exports, headers, reference]
         }
         Some("bindings") => {
             vec![vec![bindings::generate(&wheels.ok_or("bindings needs --wheels \"$(qa/wheels.sh)\"")?)?]]

@@ -16,8 +16,13 @@ check "run under mpirun" mpirun --oversubscribe --bind-to none -n 2 "$nvte_ep" r
 refused() { ! "$nvte_ep" run --ranks 3 --experts 16 >/dev/null 2>&1; }
 check "bad arguments are refused" refused
 
+# The commands as the README has them, below the example that tests/docs.rs holds to be this file's.
+commands=$(awk '/^## Use it from C\+\+/ { in_part = 1 } in_part && /^```sh/ { in_block = 1; next } in_block && /^```/ { exit } in_block' README.md |
+  sed -E "s#([$]PWD/)?target/#$TARGET/#g")
+check "the README's C++ commands" env -u NVTE_EP_RUNTIME bash -euo pipefail -c "$commands"
+
 example=$TARGET/example_step
-check "the README's example compiles" mpicxx -std=c++17 -Wall -Wextra -Werror examples/step.cc -o "$example" -Iinclude/nvte_ep -Iinclude/nvte_ep_host \
+check "the example with MPI compiles" mpicxx -std=c++17 -Wall -Wextra -Werror examples/step.cc -o "$example" -Iinclude/nvte_ep -Iinclude/nvte_ep_host \
   -L"$TARGET/release" -lnvte_ep -lnvte_ep_host -Wl,-rpath,"$TARGET/release"
-check "the README's example runs" mpirun --oversubscribe --bind-to none -n 2 "$example"
+check "the example with MPI runs" mpirun --oversubscribe --bind-to none -n 2 "$example"
 finish

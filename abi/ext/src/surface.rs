@@ -38,7 +38,7 @@ pub(crate) fn nvte_ep_ext_options_create() -> Result<*mut NVTEEpExtOptions> {
 /// "timeout_ms": how long nvte_ep_ext_initialize, and later the calls about symmetric memory, wait for other ranks, in
 /// milliseconds, 0 = for ever; default: NVTE_EP_TIMEOUT_MS.
 /// "shutdown_timeout_ms": how long nvte_ep_shutdown waits; default: NVTE_EP_SHUTDOWN_TIMEOUT_MS.
-/// "backend": "nccl_ep", the only one.
+/// "backend": "nccl_ep", "native" or "auto"; default: auto, as NVTE_EP_BACKEND says.
 /// "deterministic": "on" (rows of a slab come by source rank and row) or "off" (NCCL EP builds of API 3 may then use a
 /// faster order that differs from run to run); default: on, unless NCCL_EP_HT_EM_AG_SCAN_MODE is set.
 /// "symm_segment_bytes": smallest piece of symmetric memory that is registered at a time; default 67108864.
