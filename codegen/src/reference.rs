@@ -184,8 +184,12 @@ fn render(item: &Item, is_cpp: bool, text: &mut String) {
     }
     if let (Some(constant), [_]) = (code.strip_prefix("#define "), item.code.as_slice()) {
         let in_list = text.lines().last().is_some_and(|line| line.starts_with(['*', ' ']));
-        let _ =
-            writeln!(text, "{}* `{constant}`: {}", if in_list { "" } else { "\n## Constants\n\n" }, escaped(&item.doc.join("\n  ")));
+        let _ = writeln!(
+            text,
+            "{}* `{constant}`: {}",
+            if in_list { "" } else { "\n## Constants\n\n" },
+            escaped(&item.doc.join("\n  "))
+        );
         return;
     }
     let _ = write!(text, "\n## {}\n\n", item.name());
