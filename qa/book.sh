@@ -15,7 +15,7 @@ book=${CARGO_TARGET_DIR:-$root/target}/book
 rm -rf "$book"; mkdir -p "$book/src"
 # The pages keep their places, so that a link means the same here as in the repository.
 cp -R README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs examples "$book/src"
-mv "$book/src/docs/book.toml" "$book"
+mv "$book"/src/docs/book.{toml,css} "$book"
 sed -E 's|\]\(|](docs/|; s|\(docs/\.\./|(|' docs/SUMMARY.md >"$book/src/SUMMARY.md"
 rm "$book/src/docs/SUMMARY.md"
 MDBOOK_LOG=warn "$folder/bin/mdbook" build --dest-dir "$book/html" "$book"
@@ -48,6 +48,8 @@ def rendered(source):
 
 sources = [path for path in (book / "src").rglob("*.md") if path.name != "SUMMARY.md"]
 wrong = [f"{path.relative_to(book / 'src')} is not in docs/SUMMARY.md" for path in sources if not rendered(path).exists()]
+# mdBook shows the source of such a picture.
+wrong += [f"{path.relative_to(book / 'src')}: draw the mermaid picture in packaging/pictures.py" for path in sources if "```mermaid" in path.read_text()]
 pages = {path: Page(path) for path in map(rendered, sources) if path.exists()}
 count = 0
 for path, page in pages.items():
