@@ -9,6 +9,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use common::*;
 use nvte_ep_bindings::*;
+use nvte_ep_host::surface::cuda_driver_memory::{cuMemAllocAsync, cuMemFreeAsync, cuMemcpyDtoDAsync_v2};
 
 /// Holds a stream up until it is opened.
 struct Gate {
@@ -391,6 +392,30 @@ fn memory_freed_in_stream_order_stays_until_then() {
     ok(unsafe { cudaFreeAsync(memory, stream) });
     // SAFETY: refused.
     assert_eq!(unsafe { cudaFreeAsync(memory, stream) }, cudaErrorInvalidValue);
+    gate.open(stream);
+    assert_eq!(result.get(), [6; 64]);
+}
+
+/// cudarc's programs allocate so wherever the device says that it has memory pools, as the host runtime's does.
+#[test]
+fn the_driver_interface_allocates_in_stream_order_too() {
+    use_own_device();
+    let stream = new_stream(cudaStreamNonBlocking);
+    let mut memory = 0;
+    // SAFETY: the result pointer is ours.
+    assert_eq!(unsafe { cuMemAllocAsync(&raw mut memory, 0, stream) }, CUDA_ERROR_INVALID_VALUE);
+    // SAFETY: as above.
+    ok(unsafe { cuMemAllocAsync(&raw mut memory, 64, stream) });
+    let result = Buffer::<u8>::new(64, stream);
+    let gate = Gate::close(stream);
+    // SAFETY: the memory is freed behind this.
+    ok(unsafe { cuMemsetD8Async(memory, 6, 64, stream) });
+    // SAFETY: both have 64 bytes.
+    ok(unsafe { cuMemcpyDtoDAsync_v2(result.pointer.addr() as u64, memory, 64, stream) });
+    // SAFETY: nobody uses the memory behind this.
+    ok(unsafe { cuMemFreeAsync(memory, stream) });
+    // SAFETY: refused.
+    assert_eq!(unsafe { cuMemFreeAsync(memory, stream) }, CUDA_ERROR_INVALID_VALUE);
     gate.open(stream);
     assert_eq!(result.get(), [6; 64]);
 }

@@ -805,6 +805,22 @@ CUresult cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize);
 CUresult cuMemFree_v2(CUdeviceptr dptr);
 
 /**
+ * Allocates device memory in stream order; on a captured stream each launch of the graph does.
+ *
+ * What the caller vouches for:
+ * `dptr` is null or writable.
+ */
+CUresult cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStream);
+
+/**
+ * Frees device memory in stream order; on a captured stream, memory that the graph allocated.
+ *
+ * What the caller vouches for:
+ * Nobody uses the memory once the stream has got there.
+ */
+CUresult cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream);
+
+/**
  * Allocates pinned host memory.
  *
  * What the caller vouches for:
@@ -851,6 +867,17 @@ CUresult cuMemcpyDtoH_v2(void *dstHost, CUdeviceptr srcDevice, size_t ByteCount)
  * The ranges have `ByteCount` bytes and stay valid until the stream has got there.
  */
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr dstDevice, const void *srcHost, size_t ByteCount, CUstream hStream);
+
+/**
+ * Copies within device memory in stream order.
+ *
+ * What the caller vouches for:
+ * Both ranges have `ByteCount` bytes and stay valid until the stream has got there.
+ */
+CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr dstDevice,
+                              CUdeviceptr srcDevice,
+                              size_t ByteCount,
+                              CUstream hStream);
 
 /**
  * Copies in stream order; where to and from is found by the addresses.

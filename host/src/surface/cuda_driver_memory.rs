@@ -41,6 +41,37 @@ pub unsafe extern "C" fn cuMemFree_v2(dptr: CUdeviceptr) -> CUresult {
     driver_current(|device| free_device(dptr as *mut c_void, device))
 }
 
+/// Allocates device memory in stream order; on a captured stream each launch of the graph does.
+///
+/// # Safety
+///
+/// `dptr` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuMemAllocAsync(dptr: *mut CUdeviceptr, bytesize: usize, hStream: CUstream) -> CUresult {
+    on_stream(hStream, |stream| {
+        if bytesize == 0 {
+            return Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, "an allocation of 0 bytes"));
+        }
+        // SAFETY: the caller's contract.
+        unsafe { put(dptr, 0) }?;
+        let pointer = super::allocate_in_order(bytesize, &stream)?;
+        // SAFETY: the caller's contract.
+        unsafe { put(dptr, pointer as CUdeviceptr) }
+    })
+}
+
+/// Frees device memory in stream order; on a captured stream, memory that the graph allocated.
+///
+/// # Safety
+///
+/// Nobody uses the memory once the stream has got there.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuMemFreeAsync(dptr: CUdeviceptr, hStream: CUstream) -> CUresult {
+    on_stream(hStream, |stream| copy::free_async(dptr as *mut c_void, &stream))
+}
+
 /// Allocates pinned host memory.
 ///
 /// # Safety
@@ -133,6 +164,26 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     on_stream(hStream, |stream| {
         // SAFETY: the caller's contract.
         unsafe { copy::copy(to, srcHost, ByteCount, cudaMemcpyHostToDevice, &stream, false) }
+    })
+}
+
+/// Copies within device memory in stream order.
+///
+/// # Safety
+///
+/// Both ranges have `ByteCount` bytes and stay valid until the stream has got there.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn cuMemcpyDtoDAsync_v2(
+    dstDevice: CUdeviceptr,
+    srcDevice: CUdeviceptr,
+    ByteCount: usize,
+    hStream: CUstream,
+) -> CUresult {
+    let (to, from) = (dstDevice as *mut c_void, srcDevice as *const c_void);
+    on_stream(hStream, |stream| {
+        // SAFETY: the caller's contract.
+        unsafe { copy::copy(to, from, ByteCount, cudaMemcpyDeviceToDevice, &stream, false) }
     })
 }
 

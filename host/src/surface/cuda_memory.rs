@@ -96,13 +96,7 @@ pub unsafe extern "C" fn cudaMallocAsync(devPtr: *mut *mut c_void, size: usize, 
         let stream = Stream::resolve(hStream, device)?;
         // SAFETY: the caller's contract.
         unsafe { put(devPtr, std::ptr::null_mut()) }?;
-        let pointer = match graph::allocate_memory(size, &stream)? {
-            Some(address) => address as *mut c_void,
-            None => {
-                graph::refuse_on_captured(&stream, "an allocation in stream order")?;
-                memory::allocate(size, Kind::Device, device.ordinal)?
-            }
-        };
+        let pointer = super::allocate_in_order(size, &stream)?;
         // SAFETY: the caller's contract.
         unsafe { put(devPtr, pointer) }
     })

@@ -167,6 +167,17 @@ fn allocate(bytes: usize, kind: crate::memory::Kind, device: &'static Device) ->
     crate::memory::allocate(bytes, kind, device.ordinal)
 }
 
+/// The same in stream order; on a captured stream each launch of the graph allocates.
+fn allocate_in_order(bytes: usize, stream: &std::sync::Arc<stream::Stream>) -> Outcome<*mut c_void> {
+    match graph::allocate_memory(bytes, stream)? {
+        Some(address) => Ok(address as *mut c_void),
+        None => {
+            graph::refuse_on_captured(stream, "an allocation in stream order")?;
+            crate::memory::allocate(bytes, crate::memory::Kind::Device, stream.device().ordinal)
+        }
+    }
+}
+
 /// What the two CUDA interfaces have in common to free pinned host memory.
 fn free_pinned(pointer: *mut c_void, device: &'static Device) -> Outcome<()> {
     if pointer.is_null() {
