@@ -15,6 +15,7 @@ book=${CARGO_TARGET_DIR:-$root/target}/book
 rm -rf "$book"; mkdir -p "$book/src"
 # The pages keep their places, so that a link means the same here as in the repository.
 cp -R README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs examples "$book/src"
+mkdir "$book/src/rust" && cp -R rust/examples "$book/src/rust"
 mv "$book"/src/docs/book.{toml,css} "$book"
 sed -E 's|\]\(|](docs/|; s|\(docs/\.\./|(|' docs/SUMMARY.md >"$book/src/SUMMARY.md"
 rm "$book/src/docs/SUMMARY.md"

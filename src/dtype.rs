@@ -63,6 +63,13 @@ impl DType {
         TABLE.get(code as usize).map(|row| row.dtype)
     }
 
+    /// TransformerEngine's number for it.
+    #[must_use]
+    #[inline]
+    pub const fn nvte(self) -> i32 {
+        self as i32
+    }
+
     #[inline]
     const fn row(self) -> &'static Row {
         &TABLE[self as usize]

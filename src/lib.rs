@@ -1,7 +1,8 @@
 //! The core of nvte-ep: expert-parallel dispatch and combine, over NCCL EP's high-throughput mode.
 //!
-//! The C libraries of this repository are thin surfaces over this crate; a Rust program can use it directly.
-//! Arrows point one way: surfaces (`abi/*`) -> [`ffi`] -> [`backend`] -> [`ops`], [`config`] -> [`sys`].
+//! This crate is internal: anything of it may change with any version. Rust programs use the crate `nvte-ep` (`rust/`), and C and
+//! C++ programs the libraries of `abi/`; both are thin surfaces over this one.
+//! Arrows point one way: surfaces (`abi/*`, `rust`) -> [`ffi`] -> [`backend`] -> [`ops`], [`config`] -> [`sys`].
 //!
 //! | module | holds |
 //! |---|---|
@@ -14,7 +15,7 @@
 //! | [`ops`] | the per-step operations: arguments by name and their checks |
 //! | [`backend`] | the EP group of each device: initialize, shutdown, the operations, and the engine that moves the rows |
 //! | [`memory`] | what a group's device memory amounts to |
-//! | [`symm_pool`] | which bytes of which segment of symmetric memory are taken |
+//! | `symm_pool` | which bytes of which segment of symmetric memory are taken |
 //! | `progress` | how far each rank has come, for who waits too long |
 //! | `preflight` | what would make the libraries below abort or hang, looked at first |
 //! | [`diagnose`] | the same rules one by one, for `nvte-ep doctor` |
@@ -43,6 +44,6 @@ pub mod options;
 mod patience;
 mod preflight;
 mod progress;
-pub mod symm_pool;
+mod symm_pool;
 pub mod sys;
 pub mod tensor;

@@ -19,10 +19,19 @@ fn every_variable_is_documented_as_the_code_has_it() {
 
 #[test]
 fn the_readme_shows_the_compiled_example() {
-    let example = read("examples/forward_backward.cc");
-    let step = example.split("  // [step]\n").nth(1).expect("the example marks its step");
-    let step: String = step.lines().map(|line| format!("{}\n", line.strip_prefix("  ").unwrap_or(line))).collect();
-    assert!(read("README.md").contains(&format!("```cpp\n{step}```")), "README.md does not show this:\n{step}");
+    shows("README.md", "examples/forward_backward.cc", "cpp", "  ");
+}
+
+#[test]
+fn the_rust_page_shows_the_compiled_example() {
+    shows("docs/rust.md", "rust/examples/step.rs", "rust", "    ");
+}
+
+fn shows(page: &str, example: &str, language: &str, indent: &str) {
+    let example = read(example);
+    let step = example.split(&format!("{indent}// [step]\n")).nth(1).expect("the example marks its step");
+    let step: String = step.lines().map(|line| format!("{}\n", line.strip_prefix(indent).unwrap_or(line))).collect();
+    assert!(read(page).contains(&format!("```{language}\n{step}```")), "{page} does not show this:\n{step}");
 }
 
 /// The names in backticks.

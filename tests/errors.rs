@@ -186,6 +186,7 @@ fn texts_of_the_code() -> (BTreeMap<String, String>, BTreeSet<String>) {
     let mut files = Vec::new();
     sources(&root.join("src"), &mut files);
     sources(&root.join("abi"), &mut files);
+    sources(&root.join("rust/src"), &mut files);
     let (mut found, mut words) = (BTreeMap::new(), BTreeSet::new());
     for path in files {
         let file = path.strip_prefix(root).unwrap().to_str().unwrap();

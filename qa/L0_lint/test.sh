@@ -2,9 +2,9 @@
 # Formatting, lints, documentation, and whether what is generated and committed is current.
 . "$(dirname "$0")/../common.sh"
 check "cargo fmt" cargo fmt --all --check
-check "cargo clippy" cargo clippy --workspace --all-targets --locked -- -D warnings
+check "cargo clippy" cargo clippy --workspace --all-targets --all-features --locked -- -D warnings
 check "arrows between files" cargo test --quiet --locked -p nvte-ep-core --test architecture
-check "cargo doc" env RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
+check "cargo doc" env RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --all-features --locked --quiet
 check "generated headers and the reference are current" cargo run --quiet --locked -p nvte-ep-codegen -- headers --check
 wheels=$("$ROOT/qa/wheels.sh")
 check "generated bindings are current" cargo run --quiet --locked -p nvte-ep-codegen -- bindings --check --wheels "$wheels"

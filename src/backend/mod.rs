@@ -29,10 +29,10 @@ mod symm;
 mod teardown;
 mod watch;
 
+pub use crate::symm_pool::{Place, PoolStatistics};
 pub use communicator::Communicator;
 pub use create::initialize;
 pub use live::{HandleRef, LayerClaim, MemoryUsage, RecvTotals};
-pub(crate) use registry::tell_failure;
-pub use registry::{EpGroup, current_group};
+pub use registry::{EpGroup, current_group, tell_failure};
 pub use routing::notes::HandleKey;
 pub use teardown::shutdown;

@@ -65,7 +65,7 @@ fn no_group_on(device: i32) -> Error {
 }
 
 /// Tells the ranks that wait for this one that its call `name` failed with `error`, if the current device has a group.
-pub(crate) fn tell_failure(name: &str, error: &Error) {
+pub fn tell_failure(name: &str, error: &Error) {
     let Ok(group) = current_group() else { return };
     // A slot at work has another thread's call in it.
     let Some(group) = group.0.group.try_lock() else { return };
@@ -77,7 +77,41 @@ pub(crate) fn tell_failure(name: &str, error: &Error) {
 /// Access to the EP group of one device.
 pub struct EpGroup(&'static Slot);
 
+impl std::fmt::Debug for EpGroup {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("EpGroup").field("device", &self.0.device).finish_non_exhaustive()
+    }
+}
+
 impl EpGroup {
+    /// Whether calls of this thread are the group's.
+    ///
+    /// # Errors
+    /// Another current device, or a forked child.
+    #[inline]
+    pub fn require_current(&self) -> Result<()> {
+        fork::require_parent()?;
+        let base = sys::loaded_base().ok_or(Error::NotInitialized { device: None, initialized: Vec::new() })?;
+        match base.cuda.current_device()? {
+            current if current == self.0.device => Ok(()),
+            current => Err(self.elsewhere(current)),
+        }
+    }
+
+    #[cold]
+    fn elsewhere(&self, current: i32) -> Error {
+        Error::State(format!(
+            "the EP group is on device {}, and the calling thread's current device is {current}: set the current device \
+             to the group's before the call",
+            self.0.device
+        ))
+    }
+
+    /// The slot of the group's device.
+    pub(super) fn slot(&self) -> &'static Slot {
+        self.0
+    }
+
     /// The group, locked.
     ///
     /// # Errors

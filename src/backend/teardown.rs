@@ -3,7 +3,7 @@
 use super::bounded::bounded;
 use super::fork;
 use super::live::{Group, Live};
-use super::registry::Slot;
+use super::registry::{EpGroup, Slot};
 use crate::error::{Error, Result};
 use crate::progress::{Call, Step};
 use crate::sys::thread;
@@ -19,11 +19,6 @@ pub fn shutdown() -> Result<()> {
         return Ok(());
     }
     let slots: Vec<&Slot> = Slot::all().collect();
-    // The lock is kept until all is destroyed: who comes next finds the device free, not half torn down.
-    let end = |slot: &Slot| {
-        let mut group = slot.group.lock();
-        group.take().map_or(Vec::new(), |live| live.destroy(slot.device))
-    };
     let failures: Vec<String> = match slots.as_slice() {
         [one] => end(one),
         // Ranks of one process wait for each other, so each device gets a thread.
@@ -40,7 +35,28 @@ pub fn shutdown() -> Result<()> {
             joined.collect()
         }),
     };
+    outcome(failures)
+}
+
+fn outcome(failures: Vec<String>) -> Result<()> {
     if failures.is_empty() { Ok(()) } else { Err(Error::Teardown(failures)) }
+}
+
+/// Ends the group of a device, if there is one; returns what failed. The lock is kept until all is destroyed: who comes next
+/// finds the device free, not half torn down.
+fn end(slot: &Slot) -> Vec<String> {
+    let mut group = slot.group.lock();
+    group.take().map_or(Vec::new(), |live| live.destroy(slot.device))
+}
+
+impl EpGroup {
+    /// Ends this group alone, as [`shutdown`] does all.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn shutdown(&self) -> Result<()> {
+        if fork::is_child() { Ok(()) } else { outcome(end(self.slot())) }
+    }
 }
 
 impl Live {

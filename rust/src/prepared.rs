@@ -1,0 +1,125 @@
+//! The calls of a step.
+
+use crate::call::{Combine, CombineBwd, Dispatch, DispatchBwd};
+use crate::dtype::Token;
+use crate::error::Result;
+use crate::layer::HandleMemory;
+use crate::memory::Uses;
+use crate::stream::Stream;
+use nvte_ep_core::backend::RecvTotals as Totals;
+use nvte_ep_core::tensor::TensorView;
+
+/// The routing of a step, and the step's calls: dispatch and combine, and in training their gradients.
+///
+/// Each may be made as often as the program needs it: not at all (inference has no gradients), or again (a backward pass
+/// that recomputes activations dispatches again). They are queued on streams of the group's device, in an order that the
+/// program keeps; a graph may capture them.
+#[derive(Debug)]
+#[must_use = "a routing is for the calls of its step"]
+pub struct Prepared<'h, 'g> {
+    handle: &'h mut HandleMemory<'g>,
+    topk_idx: TensorView,
+}
+
+impl<'h, 'g> Prepared<'h, 'g> {
+    pub(crate) fn new(handle: &'h mut HandleMemory<'g>, topk_idx: TensorView) -> Self {
+        Self { handle, topk_idx }
+    }
+
+    /// Sends each token's row to the ranks of its experts.
+    ///
+    /// # Errors
+    /// A broken rule, before anything is queued, or what the libraries below report.
+    pub fn dispatch<'s, T: Token>(&self, call: Dispatch<'s, T>, stream: impl Into<Stream<'s>>) -> Result<()> {
+        let stream = stream.into();
+        self.handle.group.call("nvte_ep_dispatch", |ep| {
+            let mut uses = Uses::new();
+            let mut call = call.views(self.topk_idx, self.handle.config.top_k, &stream, &mut uses)?;
+            // SAFETY: what is lent is device memory until the work is done, and the stream lives.
+            unsafe { ep.dispatch(&self.handle.handle, &mut call, stream.raw) }
+        })
+    }
+
+    /// Sums each token's rows back on its own rank; unweighted.
+    ///
+    /// # Errors
+    /// As [`Prepared::dispatch`].
+    pub fn combine<'s, T: Token>(&self, call: Combine<'s, T>, stream: impl Into<Stream<'s>>) -> Result<()> {
+        let stream = stream.into();
+        self.handle.group.call("nvte_ep_combine", |ep| {
+            let mut uses = Uses::new();
+            let mut call = call.views(&stream, &mut uses)?;
+            // SAFETY: as for dispatch.
+            unsafe { ep.combine(&self.handle.handle, &mut call, stream.raw) }
+        })
+    }
+
+    /// Gradient of [`Prepared::dispatch`].
+    ///
+    /// # Errors
+    /// As [`Prepared::dispatch`].
+    pub fn dispatch_bwd<'s, T: Token>(&self, call: DispatchBwd<'s, T>, stream: impl Into<Stream<'s>>) -> Result<()> {
+        let stream = stream.into();
+        self.handle.group.call("nvte_ep_dispatch_bwd", |ep| {
+            let mut uses = Uses::new();
+            let mut call = call.views(self.handle.config.top_k, &stream, &mut uses)?;
+            // SAFETY: as for dispatch.
+            unsafe { ep.dispatch_bwd(&self.handle.handle, &mut call, stream.raw) }
+        })
+    }
+
+    /// Gradient of [`Prepared::combine`].
+    ///
+    /// # Errors
+    /// As [`Prepared::dispatch`].
+    pub fn combine_bwd<'s, T: Token>(&self, call: CombineBwd<'s, T>, stream: impl Into<Stream<'s>>) -> Result<()> {
+        let stream = stream.into();
+        self.handle.group.call("nvte_ep_combine_bwd", |ep| {
+            let mut uses = Uses::new();
+            let mut call = call.views(&stream, &mut uses)?;
+            // SAFETY: as for dispatch.
+            unsafe { ep.combine_bwd(&self.handle.handle, &mut call, stream.raw) }
+        })
+    }
+
+    /// What the step needs of this rank's receive buffers. Waits for all that is queued on `stream`; in eager mode that is
+    /// the step's one wait.
+    ///
+    /// # Errors
+    /// A stream that captures; queued work that failed.
+    pub fn recv_totals<'s>(&self, stream: impl Into<Stream<'s>>) -> Result<RecvTotals> {
+        let stream = stream.into();
+        self.handle.group.call("nvte_ep_ext_recv_totals", |ep| {
+            // SAFETY: as for dispatch.
+            unsafe { ep.recv_totals(&self.handle.handle.mem, stream.raw) }.map(RecvTotals::from)
+        })
+    }
+
+    /// Ends the step and gives the handle back, for a queue of handles. Where a handle is borrowed for one step only, to drop
+    /// this is the same.
+    #[must_use]
+    pub fn finish(self) -> &'h mut HandleMemory<'g> {
+        self.handle
+    }
+}
+
+/// What a step's routing needs of this rank's receive buffers, in rows with their padding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RecvTotals {
+    /// Rows that arrive, before any are dropped.
+    pub needed: u64,
+    /// Rows of the receive buffers that they take up.
+    pub received: u64,
+    /// Rows that have no place; 0 unless the group drops.
+    pub dropped: u64,
+    /// This rank's indices that name no expert, and routed nowhere.
+    pub invalid_indices: u64,
+}
+
+impl From<Totals> for RecvTotals {
+    fn from(totals: Totals) -> Self {
+        let Totals { needed, received, dropped, invalid_indices } = totals;
+        Self { needed, received, dropped, invalid_indices }
+    }
+}
