@@ -31,6 +31,40 @@ struct Slot {
   Device<std::int32_t> slabs;
 };
 
+// The experts of a micro-batch's tokens.
+std::vector<std::int64_t> routing(const Problem& p, std::size_t batch) {
+  std::vector<std::int64_t> all = p.experts();
+  for (std::int64_t& expert : all) {
+    expert = (expert + static_cast<std::int64_t>(batch)) % static_cast<std::int64_t>(p.E);
+  }
+  return all;
+}
+
+// Expert e multiplies by e + 1, on the host, since an example has no kernels; its gradient does the same.
+void experts(const Problem& p, Slot& slot, const Stream& stream) {
+  stream.wait();
+  std::vector<float> rows = slot.received.get();
+  const std::vector<std::int32_t> counts = slot.slabs.get();
+  std::size_t at = 0;
+  for (std::size_t local = 0; local < p.L; ++local) {
+    for (const std::size_t end = at + static_cast<std::size_t>(counts[local]) * p.H; at < end; ++at) {
+      rows[at] *= static_cast<float>(p.rank * p.L + local + 1);
+    }
+  }
+  slot.received.set(rows);
+}
+
+// What a token's row, or its gradient, has become.
+std::vector<float> expected(const Problem& p, std::vector<float> rows, std::size_t batch) {
+  const std::vector<std::int64_t> chosen = routing(p, batch);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    float factor = 0;
+    for (std::size_t k = 0; k < p.K; ++k) factor += static_cast<float>(chosen[i / p.H * p.K + k] + 1);
+    rows[i] *= factor;
+  }
+  return rows;
+}
+
 int step(const Place& place) {
   const Problem p(place);
   const Communicator comm(place);
@@ -44,16 +78,13 @@ int step(const Place& place) {
   config.max_token_dtype = kNVTEFloat32;
   nvte_ep::Group group(comm, config);
   Slot first(group, p), second(group, p);
+  // With one slot for all of them, the gradients would be wrong, and no call would say so.
   const auto slot_of = [&](std::size_t batch) -> Slot& { return batch % kInFlight == 0 ? first : second; };
   int count = 0;
 
   const auto forward = [&](std::size_t batch) {
     Slot& slot = slot_of(batch);
-    std::vector<std::int64_t> routing = p.experts();  // every micro-batch has its own
-    for (std::int64_t& expert : routing) {
-      expert = (expert + static_cast<std::int64_t>(batch)) % static_cast<std::int64_t>(p.E);
-    }
-    slot.experts.set(routing);
+    slot.experts.set(routing(p, batch));
     slot.tokens.set(p.rows(batch));
     const nvte_ep::Tensor topk_idx(slot.experts.data(), {p.T, p.K}), counts(slot.slabs.data(), {p.L});
     const nvte_ep::Tensor in(slot.tokens.data(), {p.T, p.H}), out(slot.sums.data(), {p.T, p.H});
@@ -64,9 +95,10 @@ int step(const Place& place) {
     dispatch.tokens = in;
     dispatch.recv_tokens = recv;
     slot.handle.dispatch(dispatch, stream);
+    experts(p, slot, stream);
     slot.handle.combine({recv, out}, stream);
     stream.wait();
-    count += wrong(slot.sums.get(), p.rows(batch), 2);
+    count += wrong(slot.sums.get(), expected(p, p.rows(batch), batch), 1);
   };
   const auto backward = [&](std::size_t batch) {
     Slot& slot = slot_of(batch);
@@ -74,12 +106,13 @@ int step(const Place& place) {
     const nvte_ep::Tensor grad(slot.gradients.data(), {p.T, p.H}), rows(slot.received.data(), {p.C, p.H});
     const nvte_ep::Tensor grad_tokens(slot.token_gradients.data(), {p.T, p.H});
     slot.handle.combine_bwd({grad, rows}, stream);
+    experts(p, slot, stream);
     nvte_ep::DispatchBwd dispatch_bwd;
     dispatch_bwd.grad = rows;
     dispatch_bwd.grad_tokens = grad_tokens;
     slot.handle.dispatch_bwd(dispatch_bwd, stream);
     stream.wait();
-    count += wrong(slot.token_gradients.get(), p.rows(10 + batch), 2);
+    count += wrong(slot.token_gradients.get(), expected(p, p.rows(10 + batch), batch), 1);
   };
 
   for (std::size_t batch = 0; batch < kInFlight; ++batch) forward(batch);

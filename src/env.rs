@@ -82,14 +82,13 @@ const BACKEND: Variable = Variable {
 const TIMEOUT_MS: Variable = Variable {
     name: "NVTE_EP_TIMEOUT_MS",
     default: "600000",
-    meaning: "how long initialize and calls about symmetric memory wait for the other ranks, and how long a step's call may \
-              take on the device before the group ends (docs/robustness.md), in milliseconds; 0 = for ever",
+    meaning: "milliseconds that a call may wait for the other ranks, on the host or on the device (docs/robustness.md); 0 = for ever",
 };
 const SHUTDOWN_TIMEOUT_MS: Variable = Variable {
     name: "NVTE_EP_SHUTDOWN_TIMEOUT_MS",
     default: "30000",
-    meaning: "how long shutdown waits for queued work and for the other ranks, and a process whose group has ended for its \
-              program to take notice, in milliseconds; 0 = for ever",
+    meaning: "milliseconds that shutdown waits for queued work and the other ranks, and that a program has to notice its \
+              group's end; 0 = for ever",
 };
 /// `NVTE_EP_LOG`, which `log` reads.
 pub(crate) const LOG: Variable = Variable {
