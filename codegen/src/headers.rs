@@ -341,7 +341,7 @@ fn items(bindings: &str) -> impl Iterator<Item = &str> {
 
 /// Rust's "# Safety" heading in a C reader's words, and a field's name as C has it (bindgen avoids Rust's keyword).
 fn in_c_words(text: &str) -> String {
-    text.replace(" * # Safety\n *\n", " * What the caller vouches for:\n")
-        .replace(" * # Safety\n", " * What the caller vouches for:\n")
+    text.replace(" * # Safety\n *\n", " * The caller must ensure:\n")
+        .replace(" * # Safety\n", " * The caller must ensure:\n")
         .replace(" type_;", " type;")
 }

@@ -238,7 +238,7 @@ fn prose(doc: &[String], code: &str) -> String {
                 .split(", ")
                 .all(|name| name.starts_with('"') && name.ends_with('"') || words.contains(&name) || name == "..._win")
         });
-        let begins = ["Throws", "What the caller vouches for:"].iter().any(|start| line.starts_with(start));
+        let begins = ["Throws", "The caller must ensure:"].iter().any(|start| line.starts_with(start));
         match explains {
             Some(names) if !code.is_empty() => {
                 let rest = escaped(line[names.len() + 1..].trim_start());
@@ -255,7 +255,7 @@ fn prose(doc: &[String], code: &str) -> String {
                 }
                 in_list &= !begins && !line.is_empty();
                 let line = escaped(line);
-                let line = if line.ends_with("vouches for:") { format!("*{line}*") } else { line };
+                let line = if line.ends_with("must ensure:") { format!("*{line}*") } else { line };
                 let _ = writeln!(text, "{}{line}", if in_list { "  " } else { "" });
             }
         }

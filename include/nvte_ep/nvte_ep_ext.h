@@ -119,10 +119,10 @@ NVTEEpExtOptions *nvte_ep_ext_options_create(void);
  *
  * key and value:
  * "overflow": "trap" (default: rows beyond max_recv_tokens_per_rank are a fatal error of the device) or "drop" (they are
- * dropped: they miss in sums and get zero gradients; nvte_ep_ext_recv_totals tells how many).
+ * dropped: they are missing from the sums, and their gradients are zero; nvte_ep_ext_recv_totals counts them).
  * "eager": "on" (max_recv_tokens_per_rank is 0, num_topk is set, and the caller sizes the receive buffers of every step by
  * nvte_ep_ext_recv_totals, one wait for the device a step) or "off".
- * "num_topk": most experts per token of any layer; default: not said.
+ * "num_topk": most experts per token of any layer; default: not set.
  * "dispatch_sms", "combine_sms": multiprocessors of dispatch and combine and their gradients; default: the
  * configuration's. They may differ with NCCL EP builds of API 3 only.
  * "preprocess_sms": multiprocessors of nvte_ep_prepare's scan; default: all, or where ranks share a device the
@@ -134,9 +134,9 @@ NVTEEpExtOptions *nvte_ep_ext_options_create(void);
  * "deterministic": "on" (rows of a slab come by source rank and row) or "off" (NCCL EP builds of API 3 may then use a
  * faster order that differs from run to run); default: on, unless NCCL_EP_HT_EM_AG_SCAN_MODE is set.
  * "symm_segment_bytes": smallest piece of symmetric memory that is registered at a time; default 67108864.
- * Throws for a key or value other than these, with the valid ones, and for options that are not live.
+ * Throws for a key or value other than these, with the valid ones, and for options that were destroyed.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * key and value are NULL, which throws, or NUL-terminated.
  */
 void nvte_ep_ext_options_set(NVTEEpExtOptions *options,
@@ -147,9 +147,9 @@ void nvte_ep_ext_options_set(NVTEEpExtOptions *options,
  * Reads one option back, as it was set; "default" where it was not.
  *
  * value: receives the NUL-terminated text; an array of value_bytes bytes (32 hold every value).
- * Throws for an unknown key, for options that are not live and for an array that is too short.
+ * Throws for an unknown key, for options that were destroyed, and for an array that is too short.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * key is NULL, which throws, or NUL-terminated; value is NULL, which throws, or has value_bytes bytes.
  */
 void nvte_ep_ext_options_get(const NVTEEpExtOptions *options,
@@ -158,9 +158,9 @@ void nvte_ep_ext_options_get(const NVTEEpExtOptions *options,
                              size_t value_bytes);
 
 /**
- * Ends options; groups that were made with them keep what they said. NULL is nothing.
+ * Ends options; groups that were made with them keep their settings. NULL is allowed.
  *
- * Throws for options that are not live.
+ * Throws for options that were destroyed before.
  */
 void nvte_ep_ext_options_destroy(NVTEEpExtOptions *options);
 
@@ -168,10 +168,10 @@ void nvte_ep_ext_options_destroy(NVTEEpExtOptions *options);
  * nvte_ep_initialize with options.
  *
  * options: NULL for all defaults; every rank sets the same, time-outs excepted. They may be destroyed afterwards.
- * Throws as nvte_ep_initialize; for options that contradict group_config or are not live; and, on every rank, when ranks
+ * Throws as nvte_ep_initialize; for options that contradict group_config or were destroyed; and, on every rank, when ranks
  * set different ones.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_initialize; group_config is NULL, which throws, or points to a configuration.
  */
 void nvte_ep_ext_initialize(void *ep_comm,
@@ -188,7 +188,7 @@ void nvte_ep_ext_initialize(void *ep_comm,
  * totals: receives the numbers; struct_size is set before.
  * Throws for memory that holds no routing, while stream captures a graph, and when queued work has failed.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * totals is NULL, which throws, or points to as many bytes as its struct_size says; stream is a stream of the group's device
  * on which nvte_ep_prepare was queued, or which waits for it.
  */
@@ -202,7 +202,7 @@ void nvte_ep_ext_recv_totals(NVTETensor handle_mem,
  * usage: receives the numbers; struct_size is set before.
  * Throws without a group.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * usage is NULL, which throws, or points to as many bytes as its struct_size says.
  */
 void nvte_ep_ext_memory_usage(struct NVTEEpExtMemoryUsage *usage);
@@ -221,7 +221,7 @@ void nvte_ep_ext_memory_usage(struct NVTEEpExtMemoryUsage *usage);
  * Throws without a group, and, on every rank, when a rank has no memory left, asks for other bytes, made other calls before,
  * or does not come within the time-out.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * ptr is NULL, which throws, or writable; window and offset are NULL or writable.
  */
 void nvte_ep_ext_symm_alloc(size_t bytes,
@@ -232,7 +232,7 @@ void nvte_ep_ext_symm_alloc(size_t bytes,
 /**
  * Gives memory of nvte_ep_ext_symm_alloc back; host only. Every rank does so at the same point of the order that
  * nvte_ep_ext_symm_alloc asks for. Work that is queued may still use the memory: it is handed out again no earlier than by
- * a later nvte_ep_ext_symm_alloc, which waits for that work. NULL is nothing.
+ * a later nvte_ep_ext_symm_alloc, which waits for that work. NULL is allowed.
  *
  * Throws for an address that was not handed out or was given back already, and without a group (nvte_ep_shutdown has freed
  * all of it).
@@ -246,7 +246,7 @@ void nvte_ep_ext_symm_free(void *ptr);
  * window, offset: receive the place, for an NVTECommWindow; each may be NULL.
  * Throws for any other address, and without a group.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * window and offset are NULL or writable. ptr is not read.
  */
 void nvte_ep_ext_window_of(const void *ptr, ncclWindow_t *window, uint64_t *offset);
@@ -267,7 +267,7 @@ int nvte_ep_ext_is_symmetric(const void *ptr);
  * window: receives it; may be NULL, nvte_ep_ext_window_of finds it.
  * Throws as nvte_ep_ext_symm_alloc, and for memory that is registered already or cannot be a window.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * ptr has `bytes` bytes of such memory; window is NULL or writable.
  */
 void nvte_ep_ext_window_register(void *ptr,

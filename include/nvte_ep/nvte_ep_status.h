@@ -68,7 +68,7 @@ const char *nvte_ep_status_string(int status);
 /**
  * nvte_ep_initialize, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_initialize.
  */
 enum NVTEEpStatus nvte_ep_try_initialize(void *ep_comm, NVTEEpGroupConfig group_config);
@@ -83,7 +83,7 @@ enum NVTEEpStatus nvte_ep_try_shutdown(void);
  *
  * result: receives what nvte_ep_register_layer returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_register_layer; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_register_layer(NVTEEpLayerConfig layer_config,
@@ -98,7 +98,7 @@ enum NVTEEpStatus nvte_ep_try_ext_unregister_layer(uint64_t id);
 /**
  * nvte_ep_prepare, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_prepare.
  */
 enum NVTEEpStatus nvte_ep_try_prepare(NVTEEpHandle handle,
@@ -110,7 +110,7 @@ enum NVTEEpStatus nvte_ep_try_prepare(NVTEEpHandle handle,
 /**
  * nvte_ep_dispatch, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_dispatch.
  */
 enum NVTEEpStatus nvte_ep_try_dispatch(NVTEEpHandle handle,
@@ -128,7 +128,7 @@ enum NVTEEpStatus nvte_ep_try_dispatch(NVTEEpHandle handle,
 /**
  * nvte_ep_combine, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_combine.
  */
 enum NVTEEpStatus nvte_ep_try_combine(NVTEEpHandle handle,
@@ -140,7 +140,7 @@ enum NVTEEpStatus nvte_ep_try_combine(NVTEEpHandle handle,
 /**
  * nvte_ep_dispatch_bwd, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_dispatch_bwd.
  */
 enum NVTEEpStatus nvte_ep_try_dispatch_bwd(NVTEEpHandle handle,
@@ -155,7 +155,7 @@ enum NVTEEpStatus nvte_ep_try_dispatch_bwd(NVTEEpHandle handle,
 /**
  * nvte_ep_combine_bwd, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_combine_bwd.
  */
 enum NVTEEpStatus nvte_ep_try_combine_bwd(NVTEEpHandle handle,
@@ -170,7 +170,7 @@ enum NVTEEpStatus nvte_ep_try_combine_bwd(NVTEEpHandle handle,
  *
  * result: receives what nvte_ep_ext_options_create returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_options_create; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_ext_options_create(NVTEEpExtOptions **result);
@@ -178,7 +178,7 @@ enum NVTEEpStatus nvte_ep_try_ext_options_create(NVTEEpExtOptions **result);
 /**
  * nvte_ep_ext_options_set, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_options_set.
  */
 enum NVTEEpStatus nvte_ep_try_ext_options_set(NVTEEpExtOptions *options, const char *key, const char *value);
@@ -186,7 +186,7 @@ enum NVTEEpStatus nvte_ep_try_ext_options_set(NVTEEpExtOptions *options, const c
 /**
  * nvte_ep_ext_options_get, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_options_get.
  */
 enum NVTEEpStatus nvte_ep_try_ext_options_get(const NVTEEpExtOptions *options,
@@ -202,7 +202,7 @@ enum NVTEEpStatus nvte_ep_try_ext_options_destroy(NVTEEpExtOptions *options);
 /**
  * nvte_ep_ext_initialize, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_initialize.
  */
 enum NVTEEpStatus nvte_ep_try_ext_initialize(void *ep_comm,
@@ -212,7 +212,7 @@ enum NVTEEpStatus nvte_ep_try_ext_initialize(void *ep_comm,
 /**
  * nvte_ep_ext_recv_totals, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_recv_totals.
  */
 enum NVTEEpStatus nvte_ep_try_ext_recv_totals(NVTETensor handle_mem,
@@ -222,7 +222,7 @@ enum NVTEEpStatus nvte_ep_try_ext_recv_totals(NVTETensor handle_mem,
 /**
  * nvte_ep_ext_memory_usage, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_memory_usage.
  */
 enum NVTEEpStatus nvte_ep_try_ext_memory_usage(NVTEEpExtMemoryUsage *usage);
@@ -230,7 +230,7 @@ enum NVTEEpStatus nvte_ep_try_ext_memory_usage(NVTEEpExtMemoryUsage *usage);
 /**
  * nvte_ep_ext_symm_alloc, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_symm_alloc.
  */
 enum NVTEEpStatus nvte_ep_try_ext_symm_alloc(size_t bytes,
@@ -246,7 +246,7 @@ enum NVTEEpStatus nvte_ep_try_ext_symm_free(void *ptr);
 /**
  * nvte_ep_ext_window_of, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_window_of.
  */
 enum NVTEEpStatus nvte_ep_try_ext_window_of(const void *ptr, ncclWindow_t *window, uint64_t *offset);
@@ -256,7 +256,7 @@ enum NVTEEpStatus nvte_ep_try_ext_window_of(const void *ptr, ncclWindow_t *windo
  *
  * result: receives what nvte_ep_ext_is_symmetric returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_is_symmetric; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_ext_is_symmetric(const void *ptr, int *result);
@@ -264,7 +264,7 @@ enum NVTEEpStatus nvte_ep_try_ext_is_symmetric(const void *ptr, int *result);
 /**
  * nvte_ep_ext_window_register, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_window_register.
  */
 enum NVTEEpStatus nvte_ep_try_ext_window_register(void *ptr, size_t bytes, ncclWindow_t *window);
@@ -279,7 +279,7 @@ enum NVTEEpStatus nvte_ep_try_ext_window_deregister(void *ptr);
  *
  * result: receives what nvte_create_tensor returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_create_tensor; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_create_tensor(NVTEScalingMode scaling_mode, NVTETensor *result);
@@ -287,7 +287,7 @@ enum NVTEEpStatus nvte_ep_try_create_tensor(NVTEScalingMode scaling_mode, NVTETe
 /**
  * nvte_create_tensors, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_create_tensors.
  */
 enum NVTEEpStatus nvte_ep_try_create_tensors(NVTEScalingMode scaling_mode, NVTETensor *tensors, size_t N);
@@ -300,7 +300,7 @@ enum NVTEEpStatus nvte_ep_try_destroy_tensor(NVTETensor tensor);
 /**
  * nvte_destroy_tensors, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_destroy_tensors.
  */
 enum NVTEEpStatus nvte_ep_try_destroy_tensors(NVTETensor *tensors, size_t N);
@@ -308,7 +308,7 @@ enum NVTEEpStatus nvte_ep_try_destroy_tensors(NVTETensor *tensors, size_t N);
 /**
  * nvte_set_tensor_param_v2, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_set_tensor_param_v2.
  */
 enum NVTEEpStatus nvte_ep_try_set_tensor_param_v2(NVTETensor tensor,
@@ -319,7 +319,7 @@ enum NVTEEpStatus nvte_ep_try_set_tensor_param_v2(NVTETensor tensor,
 /**
  * nvte_get_tensor_param_v2, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_get_tensor_param_v2.
  */
 enum NVTEEpStatus nvte_ep_try_get_tensor_param_v2(NVTETensor tensor,
@@ -331,7 +331,7 @@ enum NVTEEpStatus nvte_ep_try_get_tensor_param_v2(NVTETensor tensor,
 /**
  * nvte_set_tensor_param, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_set_tensor_param.
  */
 enum NVTEEpStatus nvte_ep_try_set_tensor_param(NVTETensor *tensor,
@@ -343,7 +343,7 @@ enum NVTEEpStatus nvte_ep_try_set_tensor_param(NVTETensor *tensor,
  *
  * result: receives what nvte_get_tensor_param returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_get_tensor_param; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_get_tensor_param(NVTETensor tensor,
@@ -355,7 +355,7 @@ enum NVTEEpStatus nvte_ep_try_get_tensor_param(NVTETensor tensor,
  *
  * result: receives what nvte_make_shape returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_make_shape; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_make_shape(const size_t *data, size_t ndim, NVTEShape *result);
@@ -365,7 +365,7 @@ enum NVTEEpStatus nvte_ep_try_make_shape(const size_t *data, size_t ndim, NVTESh
  *
  * result: receives what nvte_tensor_shape returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_shape; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_shape(NVTETensor tensor, NVTEShape *result);
@@ -375,7 +375,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_shape(NVTETensor tensor, NVTEShape *result)
  *
  * result: receives what nvte_tensor_columnwise_shape returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_columnwise_shape; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_columnwise_shape(NVTETensor tensor, NVTEShape *result);
@@ -385,7 +385,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_columnwise_shape(NVTETensor tensor, NVTESha
  *
  * result: receives what nvte_tensor_ndims returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_ndims; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_ndims(NVTETensor tensor, size_t *result);
@@ -395,7 +395,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_ndims(NVTETensor tensor, size_t *result);
  *
  * result: receives what nvte_tensor_size returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_size; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_size(NVTETensor tensor, size_t dim, size_t *result);
@@ -405,7 +405,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_size(NVTETensor tensor, size_t dim, size_t 
  *
  * result: receives what nvte_tensor_numel returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_numel; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_numel(NVTETensor tensor, size_t *result);
@@ -415,7 +415,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_numel(NVTETensor tensor, size_t *result);
  *
  * result: receives what nvte_tensor_size_bytes returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_size_bytes; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_size_bytes(NVTETensor tensor, size_t *result);
@@ -425,7 +425,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_size_bytes(NVTETensor tensor, size_t *resul
  *
  * result: receives what nvte_tensor_element_size returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_element_size; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_element_size(NVTETensor tensor, size_t *result);
@@ -435,7 +435,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_element_size(NVTETensor tensor, size_t *res
  *
  * result: receives what nvte_tensor_element_size_bits returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_element_size_bits; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_element_size_bits(NVTETensor tensor, size_t *result);
@@ -445,7 +445,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_element_size_bits(NVTETensor tensor, size_t
  *
  * result: receives what nvte_tensor_type returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_type; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_type(NVTETensor tensor, NVTEDType *result);
@@ -455,7 +455,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_type(NVTETensor tensor, NVTEDType *result);
  *
  * result: receives what nvte_tensor_data returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_data; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_data(NVTETensor tensor, void **result);
@@ -465,7 +465,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_data(NVTETensor tensor, void **result);
  *
  * result: receives what nvte_tensor_columnwise_data returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_columnwise_data; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_columnwise_data(NVTETensor tensor, void **result);
@@ -475,7 +475,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_columnwise_data(NVTETensor tensor, void **r
  *
  * result: receives what nvte_tensor_amax returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_amax; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_amax(NVTETensor tensor, float **result);
@@ -485,7 +485,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_amax(NVTETensor tensor, float **result);
  *
  * result: receives what nvte_tensor_scale returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_scale; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_scale(NVTETensor tensor, float **result);
@@ -495,7 +495,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_scale(NVTETensor tensor, float **result);
  *
  * result: receives what nvte_tensor_scale_inv returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_scale_inv; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_scale_inv(NVTETensor tensor, float **result);
@@ -505,7 +505,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_scale_inv(NVTETensor tensor, float **result
  *
  * result: receives what nvte_tensor_scale_inv_shape returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_scale_inv_shape; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_scale_inv_shape(NVTETensor tensor, NVTEShape *result);
@@ -515,7 +515,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_scale_inv_shape(NVTETensor tensor, NVTEShap
  *
  * result: receives what nvte_tensor_scaling_mode returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_scaling_mode; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_scaling_mode(NVTETensor tensor, NVTEScalingMode *result);
@@ -523,7 +523,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_scaling_mode(NVTETensor tensor, NVTEScaling
 /**
  * nvte_zero_tensor, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_zero_tensor.
  */
 enum NVTEEpStatus nvte_ep_try_zero_tensor(NVTETensor tensor, cudaStream_t stream);
@@ -533,7 +533,7 @@ enum NVTEEpStatus nvte_ep_try_zero_tensor(NVTETensor tensor, cudaStream_t stream
  *
  * result: receives what nvte_create_grouped_tensor returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_create_grouped_tensor; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_create_grouped_tensor(NVTEScalingMode scaling_mode,
@@ -549,7 +549,7 @@ enum NVTEEpStatus nvte_ep_try_destroy_grouped_tensor(NVTEGroupedTensor tensor);
 /**
  * nvte_set_grouped_tensor_param, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_set_grouped_tensor_param.
  */
 enum NVTEEpStatus nvte_ep_try_set_grouped_tensor_param(NVTEGroupedTensor tensor,
@@ -560,7 +560,7 @@ enum NVTEEpStatus nvte_ep_try_set_grouped_tensor_param(NVTEGroupedTensor tensor,
 /**
  * nvte_get_grouped_tensor_param, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_get_grouped_tensor_param.
  */
 enum NVTEEpStatus nvte_ep_try_get_grouped_tensor_param(NVTEGroupedTensor tensor,
@@ -574,7 +574,7 @@ enum NVTEEpStatus nvte_ep_try_get_grouped_tensor_param(NVTEGroupedTensor tensor,
  *
  * result: receives what nvte_grouped_tensor_num_tensors returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_grouped_tensor_num_tensors; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_grouped_tensor_num_tensors(NVTEGroupedTensor tensor, size_t *result);
@@ -584,7 +584,7 @@ enum NVTEEpStatus nvte_ep_try_grouped_tensor_num_tensors(NVTEGroupedTensor tenso
  *
  * result: receives what nvte_grouped_tensor_type returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_grouped_tensor_type; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_grouped_tensor_type(NVTEGroupedTensor tensor, NVTEDType *result);
@@ -594,7 +594,7 @@ enum NVTEEpStatus nvte_ep_try_grouped_tensor_type(NVTEGroupedTensor tensor, NVTE
  *
  * result: receives what nvte_grouped_tensor_scaling_mode returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_grouped_tensor_scaling_mode; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_grouped_tensor_scaling_mode(NVTEGroupedTensor tensor, NVTEScalingMode *result);
@@ -604,7 +604,7 @@ enum NVTEEpStatus nvte_ep_try_grouped_tensor_scaling_mode(NVTEGroupedTensor tens
  *
  * result: receives what nvte_get_grouped_tensor_logical_shape returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_get_grouped_tensor_logical_shape; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_get_grouped_tensor_logical_shape(NVTEGroupedTensor tensor, NVTEShape *result);
@@ -614,7 +614,7 @@ enum NVTEEpStatus nvte_ep_try_get_grouped_tensor_logical_shape(NVTEGroupedTensor
  *
  * result: receives what nvte_create_quantization_config returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_create_quantization_config; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_create_quantization_config(NVTEQuantizationConfig *result);
@@ -622,7 +622,7 @@ enum NVTEEpStatus nvte_ep_try_create_quantization_config(NVTEQuantizationConfig 
 /**
  * nvte_set_quantization_config_attribute, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_set_quantization_config_attribute.
  */
 enum NVTEEpStatus nvte_ep_try_set_quantization_config_attribute(NVTEQuantizationConfig config,
@@ -633,7 +633,7 @@ enum NVTEEpStatus nvte_ep_try_set_quantization_config_attribute(NVTEQuantization
 /**
  * nvte_get_quantization_config_attribute, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_get_quantization_config_attribute.
  */
 enum NVTEEpStatus nvte_ep_try_get_quantization_config_attribute(NVTEQuantizationConfig config,

@@ -679,7 +679,7 @@ extern "C" {
 /**
  * Initialises the driver interface.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call.
  */
 CUresult cuInit(unsigned int flags);
@@ -687,7 +687,7 @@ CUresult cuInit(unsigned int flags);
 /**
  * CUDA version that the driver supports.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `driverVersion` is null or writable.
  */
 CUresult cuDriverGetVersion(int *driverVersion);
@@ -695,7 +695,7 @@ CUresult cuDriverGetVersion(int *driverVersion);
 /**
  * Name of an error code.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `pStr` is null or writable.
  */
 CUresult cuGetErrorName(CUresult error, const char **pStr);
@@ -703,7 +703,7 @@ CUresult cuGetErrorName(CUresult error, const char **pStr);
 /**
  * Description of an error code; for the sticky error it says what happened.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `pStr` is null or writable.
  */
 CUresult cuGetErrorString(CUresult error, const char **pStr);
@@ -711,7 +711,7 @@ CUresult cuGetErrorString(CUresult error, const char **pStr);
 /**
  * Device with an ordinal.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `device` is null or writable.
  */
 CUresult cuDeviceGet(CUdevice *device, int ordinal);
@@ -719,7 +719,7 @@ CUresult cuDeviceGet(CUdevice *device, int ordinal);
 /**
  * Number of devices.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `count` is null or writable.
  */
 CUresult cuDeviceGetCount(int *count);
@@ -727,7 +727,7 @@ CUresult cuDeviceGetCount(int *count);
 /**
  * Name of a device, cut to `len` bytes with the final zero.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `name` is null or has room for `len` bytes.
  */
 CUresult cuDeviceGetName(char *name, int len, CUdevice dev);
@@ -735,7 +735,7 @@ CUresult cuDeviceGetName(char *name, int len, CUdevice dev);
 /**
  * Attribute of a device.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `pi` is null or writable.
  */
 CUresult cuDeviceGetAttribute(int *pi, CUdevice_attribute attrib, CUdevice dev);
@@ -743,7 +743,7 @@ CUresult cuDeviceGetAttribute(int *pi, CUdevice_attribute attrib, CUdevice dev);
 /**
  * Primary context of a device.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `pctx` is null or writable.
  */
 CUresult cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev);
@@ -751,7 +751,7 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev);
 /**
  * Gives back a reference to the primary context.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call.
  */
 CUresult cuDevicePrimaryCtxRelease_v2(CUdevice dev);
@@ -759,7 +759,7 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice dev);
 /**
  * Context that is current on this thread, or null.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `pctx` is null or writable.
  */
 CUresult cuCtxGetCurrent(CUcontext *pctx);
@@ -767,7 +767,7 @@ CUresult cuCtxGetCurrent(CUcontext *pctx);
 /**
  * Makes a context current on this thread; null leaves it without one.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; an unknown context is refused.
  */
 CUresult cuCtxSetCurrent(CUcontext ctx);
@@ -775,7 +775,7 @@ CUresult cuCtxSetCurrent(CUcontext ctx);
 /**
  * Device of the current context.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `device` is null or writable.
  */
 CUresult cuCtxGetDevice(CUdevice *device);
@@ -783,7 +783,7 @@ CUresult cuCtxGetDevice(CUdevice *device);
 /**
  * Waits for all work of the current context.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call.
  */
 CUresult cuCtxSynchronize(void);
@@ -791,7 +791,7 @@ CUresult cuCtxSynchronize(void);
 /**
  * Allocates device memory.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `dptr` is null or writable.
  */
 CUresult cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize);
@@ -799,7 +799,7 @@ CUresult cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize);
 /**
  * Frees device memory after all work of its device.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Nobody uses the memory any more.
  */
 CUresult cuMemFree_v2(CUdeviceptr dptr);
@@ -807,7 +807,7 @@ CUresult cuMemFree_v2(CUdeviceptr dptr);
 /**
  * Allocates device memory in stream order; on a captured stream each launch of the graph does.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `dptr` is null or writable.
  */
 CUresult cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStream);
@@ -815,7 +815,7 @@ CUresult cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStream);
 /**
  * Frees device memory in stream order; on a captured stream, memory that the graph allocated.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Nobody uses the memory once the stream has got there.
  */
 CUresult cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream);
@@ -823,7 +823,7 @@ CUresult cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream);
 /**
  * Allocates pinned host memory.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `pp` is null or writable.
  */
 CUresult cuMemAllocHost_v2(void **pp, size_t bytesize);
@@ -831,7 +831,7 @@ CUresult cuMemAllocHost_v2(void **pp, size_t bytesize);
 /**
  * Frees pinned host memory after all work.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Nobody uses the memory any more.
  */
 CUresult cuMemFreeHost(void *p);
@@ -839,7 +839,7 @@ CUresult cuMemFreeHost(void *p);
 /**
  * Free and total memory.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Both pointers are null or writable.
  */
 CUresult cuMemGetInfo_v2(size_t *free, size_t *total);
@@ -847,7 +847,7 @@ CUresult cuMemGetInfo_v2(size_t *free, size_t *total);
 /**
  * Copies to the device and waits.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Both ranges have `ByteCount` bytes.
  */
 CUresult cuMemcpyHtoD_v2(CUdeviceptr dstDevice, const void *srcHost, size_t ByteCount);
@@ -855,7 +855,7 @@ CUresult cuMemcpyHtoD_v2(CUdeviceptr dstDevice, const void *srcHost, size_t Byte
 /**
  * Copies from the device and waits.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Both ranges have `ByteCount` bytes.
  */
 CUresult cuMemcpyDtoH_v2(void *dstHost, CUdeviceptr srcDevice, size_t ByteCount);
@@ -863,7 +863,7 @@ CUresult cuMemcpyDtoH_v2(void *dstHost, CUdeviceptr srcDevice, size_t ByteCount)
 /**
  * Copies to the device in stream order.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * The ranges have `ByteCount` bytes and stay valid until the stream has got there.
  */
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr dstDevice, const void *srcHost, size_t ByteCount, CUstream hStream);
@@ -871,7 +871,7 @@ CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr dstDevice, const void *srcHost, size_t
 /**
  * Copies within device memory in stream order.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Both ranges have `ByteCount` bytes and stay valid until the stream has got there.
  */
 CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr dstDevice,
@@ -882,7 +882,7 @@ CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr dstDevice,
 /**
  * Copies in stream order; where to and from is found by the addresses.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * The ranges have `ByteCount` bytes and stay valid until the stream has got there.
  */
 CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t ByteCount, CUstream hStream);
@@ -890,7 +890,7 @@ CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t ByteCount, CUstr
 /**
  * Copies from the device in stream order.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * The ranges have `ByteCount` bytes and stay valid until the stream has got there.
  */
 CUresult cuMemcpyDtoHAsync_v2(void *dstHost, CUdeviceptr srcDevice, size_t ByteCount, CUstream hStream);
@@ -898,7 +898,7 @@ CUresult cuMemcpyDtoHAsync_v2(void *dstHost, CUdeviceptr srcDevice, size_t ByteC
 /**
  * Fills `N` bytes in stream order.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * The range stays valid until the stream has got there.
  */
 CUresult cuMemsetD8Async(CUdeviceptr dstDevice, uint8_t uc, size_t N, CUstream hStream);
@@ -906,7 +906,7 @@ CUresult cuMemsetD8Async(CUdeviceptr dstDevice, uint8_t uc, size_t N, CUstream h
 /**
  * Fills `N` 32-bit words in stream order.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * The range stays valid until the stream has got there.
  */
 CUresult cuMemsetD32Async(CUdeviceptr dstDevice, unsigned int ui, size_t N, CUstream hStream);
@@ -914,7 +914,7 @@ CUresult cuMemsetD32Async(CUdeviceptr dstDevice, unsigned int ui, size_t N, CUst
 /**
  * Attribute of a pointer that this library allocated.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `data` is null or has room for the attribute's type.
  */
 CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr ptr);
@@ -922,7 +922,7 @@ CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdevi
 /**
  * Several attributes of a pointer at once; of a pointer that this library did not allocate all are 0.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `attributes` and `data` have `numAttributes` entries, each of `data` with room for its attribute's type.
  */
 CUresult cuPointerGetAttributes(unsigned int numAttributes,
@@ -933,7 +933,7 @@ CUresult cuPointerGetAttributes(unsigned int numAttributes,
 /**
  * Creates a stream.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `phStream` is null or writable.
  */
 CUresult cuStreamCreate(CUstream *phStream, unsigned int Flags);
@@ -941,7 +941,7 @@ CUresult cuStreamCreate(CUstream *phStream, unsigned int Flags);
 /**
  * Destroys a stream after its work.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; an unknown stream is refused.
  */
 CUresult cuStreamDestroy_v2(CUstream hStream);
@@ -949,7 +949,7 @@ CUresult cuStreamDestroy_v2(CUstream hStream);
 /**
  * Whether a stream's work is done.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; an unknown stream is refused.
  */
 CUresult cuStreamQuery(CUstream hStream);
@@ -957,7 +957,7 @@ CUresult cuStreamQuery(CUstream hStream);
 /**
  * Waits for a stream's work.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; an unknown stream is refused.
  */
 CUresult cuStreamSynchronize(CUstream hStream);
@@ -965,7 +965,7 @@ CUresult cuStreamSynchronize(CUstream hStream);
 /**
  * Begins the capture of a stream.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Memory of work that is captured stays valid until no launch of the graph uses it.
  */
 CUresult cuStreamBeginCapture_v2(CUstream hStream, unsigned int mode);
@@ -973,7 +973,7 @@ CUresult cuStreamBeginCapture_v2(CUstream hStream, unsigned int mode);
 /**
  * Ends a capture and gives the graph.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `phGraph` is null or writable.
  */
 CUresult cuStreamEndCapture(CUstream hStream, CUgraph *phGraph);
@@ -981,7 +981,7 @@ CUresult cuStreamEndCapture(CUstream hStream, CUgraph *phGraph);
 /**
  * Whether a stream is captured.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `captureStatus` is null or writable.
  */
 CUresult cuStreamIsCapturing(CUstream hStream, unsigned int *captureStatus);
@@ -989,7 +989,7 @@ CUresult cuStreamIsCapturing(CUstream hStream, unsigned int *captureStatus);
 /**
  * The context of a stream's device.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `pctx` is null or writable.
  */
 CUresult cuStreamGetCtx(CUstream hStream, CUcontext *pctx);
@@ -997,7 +997,7 @@ CUresult cuStreamGetCtx(CUstream hStream, CUcontext *pctx);
 /**
  * Status and id of a stream's capture; graph and dependencies are not told.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * All pointers are null or writable.
  */
 CUresult cuStreamGetCaptureInfo_v2(CUstream hStream,
@@ -1010,7 +1010,7 @@ CUresult cuStreamGetCaptureInfo_v2(CUstream hStream,
 /**
  * Status and id of a stream's capture; graph, dependencies and edges are not told.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * All pointers are null or writable.
  */
 CUresult cuStreamGetCaptureInfo_v3(CUstream hStream,
@@ -1024,7 +1024,7 @@ CUresult cuStreamGetCaptureInfo_v3(CUstream hStream,
 /**
  * Exchanges the mode in which captures bind the calling thread.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `mode` is null or readable and writable.
  */
 CUresult cuThreadExchangeStreamCaptureMode(unsigned int *mode);
@@ -1032,7 +1032,7 @@ CUresult cuThreadExchangeStreamCaptureMode(unsigned int *mode);
 /**
  * Makes a graph launchable.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `phGraphExec` is null or writable.
  */
 CUresult cuGraphInstantiateWithFlags(CUgraphExec *phGraphExec, CUgraph hGraph, uint64_t flags);
@@ -1040,7 +1040,7 @@ CUresult cuGraphInstantiateWithFlags(CUgraphExec *phGraphExec, CUgraph hGraph, u
 /**
  * Puts another graph of the same shape in the place of a launchable one's.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `resultInfo` is null or writable.
  */
 CUresult cuGraphExecUpdate_v2(CUgraphExec hGraphExec,
@@ -1050,7 +1050,7 @@ CUresult cuGraphExecUpdate_v2(CUgraphExec hGraphExec,
 /**
  * Replays a graph in stream order.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * The memory that the graph uses stays valid until the stream has got there.
  */
 CUresult cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream);
@@ -1058,7 +1058,7 @@ CUresult cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream);
 /**
  * Destroys a launchable graph; launches that are going on finish.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; an unknown handle is refused.
  */
 CUresult cuGraphExecDestroy(CUgraphExec hGraphExec);
@@ -1066,7 +1066,7 @@ CUresult cuGraphExecDestroy(CUgraphExec hGraphExec);
 /**
  * Destroys a graph; launchable ones made from it stay.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; an unknown handle is refused.
  */
 CUresult cuGraphDestroy(CUgraph hGraph);
@@ -1074,7 +1074,7 @@ CUresult cuGraphDestroy(CUgraph hGraph);
 /**
  * Makes a stream wait for an event.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; unknown handles are refused.
  */
 CUresult cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int Flags);
@@ -1082,7 +1082,7 @@ CUresult cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int Flags)
 /**
  * Creates an event.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `phEvent` is null or writable.
  */
 CUresult cuEventCreate(CUevent *phEvent, unsigned int Flags);
@@ -1090,7 +1090,7 @@ CUresult cuEventCreate(CUevent *phEvent, unsigned int Flags);
 /**
  * Destroys an event.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; an unknown event is refused.
  */
 CUresult cuEventDestroy_v2(CUevent hEvent);
@@ -1098,7 +1098,7 @@ CUresult cuEventDestroy_v2(CUevent hEvent);
 /**
  * Puts an event at the end of a stream.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; unknown handles are refused.
  */
 CUresult cuEventRecord(CUevent hEvent, CUstream hStream);
@@ -1106,7 +1106,7 @@ CUresult cuEventRecord(CUevent hEvent, CUstream hStream);
 /**
  * Whether an event has happened.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; an unknown event is refused.
  */
 CUresult cuEventQuery(CUevent hEvent);
@@ -1114,7 +1114,7 @@ CUresult cuEventQuery(CUevent hEvent);
 /**
  * Waits for an event.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; an unknown event is refused.
  */
 CUresult cuEventSynchronize(CUevent hEvent);
@@ -1122,7 +1122,7 @@ CUresult cuEventSynchronize(CUevent hEvent);
 /**
  * Milliseconds between two events.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `pMilliseconds` is null or writable.
  */
 CUresult cuEventElapsedTime(float *pMilliseconds, CUevent hStart, CUevent hEnd);
@@ -1130,7 +1130,7 @@ CUresult cuEventElapsedTime(float *pMilliseconds, CUevent hStart, CUevent hEnd);
 /**
  * Milliseconds between two events.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As [`cuEventElapsedTime`].
  */
 CUresult cuEventElapsedTime_v2(float *pMilliseconds, CUevent hStart, CUevent hEnd);
@@ -1138,7 +1138,7 @@ CUresult cuEventElapsedTime_v2(float *pMilliseconds, CUevent hStart, CUevent hEn
 /**
  * Loads a PTX text, whose kernels have to be those of nvte-ep.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `module` is null or writable; `image` is null or a text that ends in a zero byte.
  */
 CUresult cuModuleLoadData(CUmodule *module, const void *image);
@@ -1146,7 +1146,7 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image);
 /**
  * Unloads a module.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `hmod` is null or a live module, which is gone afterwards.
  */
 CUresult cuModuleUnload(CUmodule hmod);
@@ -1154,7 +1154,7 @@ CUresult cuModuleUnload(CUmodule hmod);
 /**
  * Finds a kernel of a module.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `hfunc` is null or writable; `hmod` is null or a live module; `name` is null or a C string.
  */
 CUresult cuModuleGetFunction(CUfunction *hfunc, CUmodule hmod, const char *name);
@@ -1162,7 +1162,7 @@ CUresult cuModuleGetFunction(CUfunction *hfunc, CUmodule hmod, const char *name)
 /**
  * Queues a launch.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `f` is null or from `cuModuleGetFunction`; `kernelParams` points to the kernel's arguments; memory among them stays
  * valid until the stream has got there.
  */

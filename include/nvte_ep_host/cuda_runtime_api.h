@@ -780,7 +780,7 @@ extern "C" {
 /**
  * Number of devices.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `count` is null or writable.
  */
 cudaError_t cudaGetDeviceCount(int *count);
@@ -788,7 +788,7 @@ cudaError_t cudaGetDeviceCount(int *count);
 /**
  * Device that this thread uses.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `device` is null or writable.
  */
 cudaError_t cudaGetDevice(int *device);
@@ -796,7 +796,7 @@ cudaError_t cudaGetDevice(int *device);
 /**
  * Selects the device that this thread uses.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call.
  */
 cudaError_t cudaSetDevice(int device);
@@ -804,7 +804,7 @@ cudaError_t cudaSetDevice(int device);
 /**
  * Waits for all work of the device.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call.
  */
 cudaError_t cudaDeviceSynchronize(void);
@@ -812,7 +812,7 @@ cudaError_t cudaDeviceSynchronize(void);
 /**
  * Attribute of a device.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `value` is null or writable.
  */
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attr, int device);
@@ -820,7 +820,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attr, int device);
 /**
  * Properties of a device, those of the modelled one.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `prop` is null or writable.
  */
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *prop, int device);
@@ -828,7 +828,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *prop, int device);
 /**
  * Whether a device can read and write the memory of another: all are memory of the host.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `canAccessPeer` is null or writable.
  */
 cudaError_t cudaDeviceCanAccessPeer(int *canAccessPeer, int device, int peerDevice);
@@ -836,7 +836,7 @@ cudaError_t cudaDeviceCanAccessPeer(int *canAccessPeer, int device, int peerDevi
 /**
  * Lets this device use the memory of another, which it can do anyway.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call.
  */
 cudaError_t cudaDeviceEnablePeerAccess(int peerDevice, unsigned int flags);
@@ -844,7 +844,7 @@ cudaError_t cudaDeviceEnablePeerAccess(int peerDevice, unsigned int flags);
 /**
  * Waits for the device's work, and destroys what the program made on it: streams and memory.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Nobody uses them any more; what NCCL and NCCL EP hold on the device has been destroyed.
  */
 cudaError_t cudaDeviceReset(void);
@@ -852,7 +852,7 @@ cudaError_t cudaDeviceReset(void);
 /**
  * Starts the profiler, of which there is none.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call.
  */
 cudaError_t cudaProfilerStart(void);
@@ -860,7 +860,7 @@ cudaError_t cudaProfilerStart(void);
 /**
  * Stops the profiler, of which there is none.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call.
  */
 cudaError_t cudaProfilerStop(void);
@@ -868,7 +868,7 @@ cudaError_t cudaProfilerStop(void);
 /**
  * CUDA version of the runtime.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `runtimeVersion` is null or writable.
  */
 cudaError_t cudaRuntimeGetVersion(int *runtimeVersion);
@@ -876,7 +876,7 @@ cudaError_t cudaRuntimeGetVersion(int *runtimeVersion);
 /**
  * CUDA version that the driver supports.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `driverVersion` is null or writable.
  */
 cudaError_t cudaDriverGetVersion(int *driverVersion);
@@ -884,7 +884,7 @@ cudaError_t cudaDriverGetVersion(int *driverVersion);
 /**
  * The sticky error, else this thread's last error, which is then forgotten.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call.
  */
 cudaError_t cudaGetLastError(void);
@@ -892,7 +892,7 @@ cudaError_t cudaGetLastError(void);
 /**
  * The sticky error, else this thread's last error.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call.
  */
 cudaError_t cudaPeekAtLastError(void);
@@ -900,7 +900,7 @@ cudaError_t cudaPeekAtLastError(void);
 /**
  * Name of an error code.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call.
  */
 const char *cudaGetErrorName(cudaError_t error);
@@ -908,7 +908,7 @@ const char *cudaGetErrorName(cudaError_t error);
 /**
  * Description of an error code; for the sticky error it says what happened.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call.
  */
 const char *cudaGetErrorString(cudaError_t error);
@@ -916,7 +916,7 @@ const char *cudaGetErrorString(cudaError_t error);
 /**
  * Allocates device memory.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `devPtr` is null or writable.
  */
 cudaError_t cudaMalloc(void **devPtr, size_t size);
@@ -924,7 +924,7 @@ cudaError_t cudaMalloc(void **devPtr, size_t size);
 /**
  * Frees device memory after all work of the device.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Nobody uses the memory any more.
  */
 cudaError_t cudaFree(void *devPtr);
@@ -932,7 +932,7 @@ cudaError_t cudaFree(void *devPtr);
 /**
  * Allocates pinned host memory.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `ptr` is null or writable.
  */
 cudaError_t cudaMallocHost(void **ptr, size_t size);
@@ -940,7 +940,7 @@ cudaError_t cudaMallocHost(void **ptr, size_t size);
 /**
  * Allocates pinned host memory.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `pHost` is null or writable.
  */
 cudaError_t cudaHostAlloc(void **pHost, size_t size, unsigned int flags);
@@ -948,7 +948,7 @@ cudaError_t cudaHostAlloc(void **pHost, size_t size, unsigned int flags);
 /**
  * Frees pinned host memory after all work of the device.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Nobody uses the memory any more.
  */
 cudaError_t cudaFreeHost(void *ptr);
@@ -956,7 +956,7 @@ cudaError_t cudaFreeHost(void *ptr);
 /**
  * Allocates device memory in stream order; on a captured stream each launch of the graph does.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `devPtr` is null or writable.
  */
 cudaError_t cudaMallocAsync(void **devPtr, size_t size, cudaStream_t hStream);
@@ -964,7 +964,7 @@ cudaError_t cudaMallocAsync(void **devPtr, size_t size, cudaStream_t hStream);
 /**
  * Frees device memory in stream order; on a captured stream, memory that the graph allocated.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Nobody uses the memory once the stream has got there.
  */
 cudaError_t cudaFreeAsync(void *devPtr, cudaStream_t hStream);
@@ -972,7 +972,7 @@ cudaError_t cudaFreeAsync(void *devPtr, cudaStream_t hStream);
 /**
  * Copies and waits.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Both ranges have `count` bytes.
  */
 cudaError_t cudaMemcpy(void *dst, const void *src, size_t count, cudaMemcpyKind kind);
@@ -980,7 +980,7 @@ cudaError_t cudaMemcpy(void *dst, const void *src, size_t count, cudaMemcpyKind 
 /**
  * Copies in stream order.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * The ranges have `count` bytes and stay valid until the stream has got there.
  */
 cudaError_t cudaMemcpyAsync(void *dst,
@@ -992,7 +992,7 @@ cudaError_t cudaMemcpyAsync(void *dst,
 /**
  * Copies rows and waits.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Both rectangles are valid.
  */
 cudaError_t cudaMemcpy2D(void *dst,
@@ -1006,7 +1006,7 @@ cudaError_t cudaMemcpy2D(void *dst,
 /**
  * Copies rows in stream order.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Both rectangles stay valid until the stream has got there.
  */
 cudaError_t cudaMemcpy2DAsync(void *dst,
@@ -1021,7 +1021,7 @@ cudaError_t cudaMemcpy2DAsync(void *dst,
 /**
  * Copies between devices in stream order.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * The ranges have `count` bytes and stay valid until the stream has got there.
  */
 cudaError_t cudaMemcpyPeerAsync(void *dst,
@@ -1034,7 +1034,7 @@ cudaError_t cudaMemcpyPeerAsync(void *dst,
 /**
  * Makes the caller's memory count as pinned.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `ptr` has `size` bytes until `cudaHostUnregister`.
  */
 cudaError_t cudaHostRegister(void *ptr, size_t size, unsigned int flags);
@@ -1042,7 +1042,7 @@ cudaError_t cudaHostRegister(void *ptr, size_t size, unsigned int flags);
 /**
  * Ends what `cudaHostRegister` began, after all work of the device.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Nobody uses the memory as pinned any more.
  */
 cudaError_t cudaHostUnregister(void *ptr);
@@ -1050,7 +1050,7 @@ cudaError_t cudaHostUnregister(void *ptr);
 /**
  * Address at which the device sees pinned memory: the same.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `pDevice` is null or writable.
  */
 cudaError_t cudaHostGetDevicePointer(void **pDevice, void *pHost, unsigned int flags);
@@ -1058,7 +1058,7 @@ cudaError_t cudaHostGetDevicePointer(void **pDevice, void *pHost, unsigned int f
 /**
  * Fills memory with a byte and waits.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * The range has `count` bytes.
  */
 cudaError_t cudaMemset(void *devPtr, int value, size_t count);
@@ -1066,7 +1066,7 @@ cudaError_t cudaMemset(void *devPtr, int value, size_t count);
 /**
  * Fills memory with a byte in stream order.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * The range stays valid until the stream has got there.
  */
 cudaError_t cudaMemsetAsync(void *devPtr, int value, size_t count, cudaStream_t stream);
@@ -1074,7 +1074,7 @@ cudaError_t cudaMemsetAsync(void *devPtr, int value, size_t count, cudaStream_t 
 /**
  * Free and total memory.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Both pointers are null or writable.
  */
 cudaError_t cudaMemGetInfo(size_t *free, size_t *total);
@@ -1082,7 +1082,7 @@ cudaError_t cudaMemGetInfo(size_t *free, size_t *total);
 /**
  * What kind of memory a pointer names.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `attributes` is null or writable.
  */
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *ptr);
@@ -1090,7 +1090,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
 /**
  * Creates a stream.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `pStream` is null or writable.
  */
 cudaError_t cudaStreamCreate(cudaStream_t *pStream);
@@ -1098,7 +1098,7 @@ cudaError_t cudaStreamCreate(cudaStream_t *pStream);
 /**
  * Creates a stream.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `pStream` is null or writable.
  */
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *pStream, unsigned int flags);
@@ -1106,7 +1106,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *pStream, unsigned int flags)
 /**
  * Creates a stream; streams have no priorities here.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `pStream` is null or writable.
  */
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *pStream, unsigned int flags, int priority);
@@ -1114,7 +1114,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *pStream, unsigned int fla
 /**
  * Priorities that streams may have: none but 0.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Both pointers are null or writable.
  */
 cudaError_t cudaDeviceGetStreamPriorityRange(int *leastPriority, int *greatestPriority);
@@ -1122,7 +1122,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *leastPriority, int *greatestPr
 /**
  * Destroys a stream after its work.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; unknown handles are refused.
  */
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
@@ -1130,7 +1130,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream);
 /**
  * Waits for a stream's work.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; unknown handles are refused.
  */
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
@@ -1138,7 +1138,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 /**
  * Whether a stream's work is done.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; unknown handles are refused.
  */
 cudaError_t cudaStreamQuery(cudaStream_t stream);
@@ -1146,7 +1146,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream);
 /**
  * Makes a stream wait for an event.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; unknown handles are refused.
  */
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int flags);
@@ -1154,7 +1154,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 /**
  * Begins the capture of a stream.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Memory of work that is captured stays valid until no launch of the graph uses it.
  */
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, unsigned int mode);
@@ -1162,7 +1162,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, unsigned int mode);
 /**
  * Ends a capture and gives the graph.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `pGraph` is null or writable.
  */
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *pGraph);
@@ -1170,7 +1170,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *pGraph);
 /**
  * Whether a stream is captured.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `pCaptureStatus` is null or writable.
  */
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *pCaptureStatus);
@@ -1178,7 +1178,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *
 /**
  * Status and id of a stream's capture; graph and dependencies are not told.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * All pointers are null or writable.
  */
 cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream,
@@ -1191,7 +1191,7 @@ cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream,
 /**
  * Exchanges the mode in which captures bind the calling thread.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `mode` is null or readable and writable.
  */
 cudaError_t cudaThreadExchangeStreamCaptureMode(unsigned int *mode);
@@ -1199,7 +1199,7 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(unsigned int *mode);
 /**
  * Makes a graph launchable; the signature is that of CUDA 12 and later.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `pGraphExec` is null or writable.
  */
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *pGraphExec, cudaGraph_t graph, uint64_t flags);
@@ -1207,7 +1207,7 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *pGraphExec, cudaGraph_t graph,
 /**
  * Makes a graph launchable.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As [`cudaGraphInstantiate`].
  */
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *pGraphExec, cudaGraph_t graph, uint64_t flags);
@@ -1215,7 +1215,7 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *pGraphExec, cudaGraph
 /**
  * Puts another graph of the same shape in the place of a launchable one's; the signature is that of CUDA 12 and later.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `resultInfo` is null or writable.
  */
 cudaError_t cudaGraphExecUpdate(cudaGraphExec_t hGraphExec,
@@ -1225,7 +1225,7 @@ cudaError_t cudaGraphExecUpdate(cudaGraphExec_t hGraphExec,
 /**
  * Replays a graph in stream order.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * The memory that the graph uses stays valid until the stream has got there.
  */
 cudaError_t cudaGraphLaunch(cudaGraphExec_t graphExec, cudaStream_t stream);
@@ -1233,7 +1233,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t graphExec, cudaStream_t stream);
 /**
  * Destroys a launchable graph; launches that are going on finish.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; an unknown handle is refused.
  */
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graphExec);
@@ -1241,7 +1241,7 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graphExec);
 /**
  * Destroys a graph; launchable ones made from it stay.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; an unknown handle is refused.
  */
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);
@@ -1249,7 +1249,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 /**
  * Calls a host function in stream order.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `hostFn` can be called with `userData` from another thread and does not unwind.
  */
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t hostFn, void *userData);
@@ -1257,7 +1257,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t hostFn, void *u
 /**
  * Creates an event.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `event` is null or writable.
  */
 cudaError_t cudaEventCreate(cudaEvent_t *event);
@@ -1265,7 +1265,7 @@ cudaError_t cudaEventCreate(cudaEvent_t *event);
 /**
  * Creates an event.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `event` is null or writable.
  */
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned int flags);
@@ -1273,7 +1273,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned int flags);
 /**
  * Puts an event at the end of a stream.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; unknown handles are refused.
  */
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
@@ -1281,7 +1281,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 /**
  * Puts an event at the end of a stream.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; unknown handles are refused.
  */
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned int flags);
@@ -1289,7 +1289,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 /**
  * Whether an event has happened.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; unknown handles are refused.
  */
 cudaError_t cudaEventQuery(cudaEvent_t event);
@@ -1297,7 +1297,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event);
 /**
  * Waits for an event.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; unknown handles are refused.
  */
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
@@ -1305,7 +1305,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event);
 /**
  * Milliseconds between two events.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `ms` is null or writable.
  */
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end);
@@ -1313,7 +1313,7 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end);
 /**
  * Destroys an event.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; unknown handles are refused.
  */
 cudaError_t cudaEventDestroy(cudaEvent_t event);

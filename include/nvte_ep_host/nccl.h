@@ -195,7 +195,7 @@ extern "C" {
 /**
  * Version code.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `version` is null or writable.
  */
 ncclResult_t ncclGetVersion(int *version);
@@ -203,7 +203,7 @@ ncclResult_t ncclGetVersion(int *version);
 /**
  * A fresh id for a communicator; it names a rendezvous file.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `uniqueId` is null or writable.
  */
 ncclResult_t ncclGetUniqueId(struct ncclUniqueId *uniqueId);
@@ -211,7 +211,7 @@ ncclResult_t ncclGetUniqueId(struct ncclUniqueId *uniqueId);
 /**
  * Creates one rank of a communicator; collective, and inside a group done by `ncclGroupEnd`.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `comm` is writable, inside a group until it ends.
  */
 ncclResult_t ncclCommInitRank(ncclComm_t *comm, int nranks, struct ncclUniqueId commId, int rank);
@@ -219,7 +219,7 @@ ncclResult_t ncclCommInitRank(ncclComm_t *comm, int nranks, struct ncclUniqueId 
 /**
  * As `ncclCommInitRank`; nothing that a configuration asks for has a meaning here.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `comm` is writable, inside a group until it ends; `config` is null or valid.
  */
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm,
@@ -231,7 +231,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm,
 /**
  * Creates a communicator over devices of this process, one rank a device.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `comm` has room for `ndev` communicators, `devlist` is null or holds `ndev` ordinals.
  */
 ncclResult_t ncclCommInitAll(ncclComm_t *comm, int ndev, const int *devlist);
@@ -240,7 +240,7 @@ ncclResult_t ncclCommInitAll(ncclComm_t *comm, int ndev, const int *devlist);
  * Creates communicators over the ranks that give the same `color`, by `key` and rank; collective, and inside a group done
  * by `ncclGroupEnd`. `NCCL_SPLIT_NOCOLOR` gives none.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `newcomm` is writable, inside a group until it ends; `config` is null or valid.
  */
 ncclResult_t ncclCommSplit(ncclComm_t comm,
@@ -252,7 +252,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm,
 /**
  * Waits for the communicator's operations.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; an unknown communicator is refused.
  */
 ncclResult_t ncclCommFinalize(ncclComm_t comm);
@@ -260,7 +260,7 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm);
 /**
  * Destroys a communicator after its operations.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; an unknown communicator is refused.
  */
 ncclResult_t ncclCommDestroy(ncclComm_t comm);
@@ -268,7 +268,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm);
 /**
  * Ends a communicator's operations, for the peers with an error, and destroys it.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; an unknown communicator is refused.
  */
 ncclResult_t ncclCommAbort(ncclComm_t comm);
@@ -276,7 +276,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm);
 /**
  * Whether an operation of the communicator, or of an EP group over it, has failed.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `asyncError` is null or writable.
  */
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *asyncError);
@@ -284,7 +284,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *asyncError);
 /**
  * Number of ranks.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `count` is null or writable.
  */
 ncclResult_t ncclCommCount(ncclComm_t comm, int *count);
@@ -292,7 +292,7 @@ ncclResult_t ncclCommCount(ncclComm_t comm, int *count);
 /**
  * This rank.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `rank` is null or writable.
  */
 ncclResult_t ncclCommUserRank(ncclComm_t comm, int *rank);
@@ -300,7 +300,7 @@ ncclResult_t ncclCommUserRank(ncclComm_t comm, int *rank);
 /**
  * Device of this rank.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `device` is null or writable.
  */
 ncclResult_t ncclCommCuDevice(ncclComm_t comm, int *device);
@@ -308,7 +308,7 @@ ncclResult_t ncclCommCuDevice(ncclComm_t comm, int *device);
 /**
  * Rank, number of ranks, device, and what the communicator can do.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `props` is null or valid.
  */
 ncclResult_t ncclCommQueryProperties(ncclComm_t comm, ncclCommProperties_t *props);
@@ -316,7 +316,7 @@ ncclResult_t ncclCommQueryProperties(ncclComm_t comm, ncclCommProperties_t *prop
 /**
  * Gathers `sendcount` elements of every rank.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `sendbuff` has `sendcount` elements, `recvbuff` that many for each rank, both until the stream has got there.
  */
 ncclResult_t ncclAllGather(const void *sendbuff,
@@ -329,7 +329,7 @@ ncclResult_t ncclAllGather(const void *sendbuff,
 /**
  * Reduces `count` elements over the ranks; everyone gets the result.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Both buffers have `count` elements until the stream has got there.
  */
 ncclResult_t ncclAllReduce(const void *sendbuff,
@@ -343,7 +343,7 @@ ncclResult_t ncclAllReduce(const void *sendbuff,
 /**
  * Reduces `count` elements over the ranks; the root gets the result.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `sendbuff`, and on the root `recvbuff`, have `count` elements until the stream has got there.
  */
 ncclResult_t ncclReduce(const void *sendbuff,
@@ -358,7 +358,7 @@ ncclResult_t ncclReduce(const void *sendbuff,
 /**
  * Reduces `recvcount` elements for each rank; rank i gets the i-th part of the result.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `recvbuff` has `recvcount` elements, `sendbuff` that many for each rank, both until the stream has got there.
  */
 ncclResult_t ncclReduceScatter(const void *sendbuff,
@@ -373,7 +373,7 @@ ncclResult_t ncclReduceScatter(const void *sendbuff,
  * Sends `count` elements to `peer`, which has to receive them; inside a group done by `ncclGroupEnd`, side by side with the
  * group's other transfers.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `sendbuff` has `count` elements until the stream has got there.
  */
 ncclResult_t ncclSend(const void *sendbuff,
@@ -387,7 +387,7 @@ ncclResult_t ncclSend(const void *sendbuff,
  * Receives `count` elements that `peer` sends; inside a group done by `ncclGroupEnd`, side by side with the group's other
  * transfers.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `recvbuff` has `count` elements until the stream has got there.
  */
 ncclResult_t ncclRecv(void *recvbuff,
@@ -400,7 +400,7 @@ ncclResult_t ncclRecv(void *recvbuff,
 /**
  * Copies the root's `count` elements to every rank.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `recvbuff`, and on the root `sendbuff`, have `count` elements until the stream has got there.
  */
 ncclResult_t ncclBroadcast(const void *sendbuff,
@@ -415,7 +415,7 @@ ncclResult_t ncclBroadcast(const void *sendbuff,
  * Starts a group: communicators created and windows registered in it are set up at the same time, and sends and receives
  * done side by side.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call.
  */
 ncclResult_t ncclGroupStart(void);
@@ -423,7 +423,7 @@ ncclResult_t ncclGroupStart(void);
 /**
  * Ends a group.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * The addresses given to `ncclCommInitRank` and `ncclCommWindowRegister` in the group are still writable.
  */
 ncclResult_t ncclGroupEnd(void);
@@ -431,7 +431,7 @@ ncclResult_t ncclGroupEnd(void);
 /**
  * Allocates memory that can be registered as a window.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `ptr` is null or writable.
  */
 ncclResult_t ncclMemAlloc(void **ptr, size_t size);
@@ -439,7 +439,7 @@ ncclResult_t ncclMemAlloc(void **ptr, size_t size);
 /**
  * Frees memory of `ncclMemAlloc` after all work of the device.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Nobody uses the memory any more.
  */
 ncclResult_t ncclMemFree(void *ptr);
@@ -448,7 +448,7 @@ ncclResult_t ncclMemFree(void *ptr);
  * Registers memory of `ncclMemAlloc` as a window; with `NCCL_WIN_COLL_SYMMETRIC` collective, and inside a group done by
  * `ncclGroupEnd`.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `win` is null or writable, inside a group until it ends; the memory stays until the window is deregistered.
  */
 ncclResult_t ncclCommWindowRegister(ncclComm_t comm,
@@ -460,7 +460,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm,
 /**
  * Ends the registration of a window.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * No operation uses the window any more.
  */
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t win);
@@ -468,7 +468,7 @@ ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t win);
 /**
  * The address that a window was registered with.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `outUserPtr` is null or writable.
  */
 ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t win, void **outUserPtr);
@@ -476,7 +476,7 @@ ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t win, void **outUser
 /**
  * Description of a result code.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call.
  */
 const char *ncclGetErrorString(ncclResult_t result);
@@ -484,7 +484,7 @@ const char *ncclGetErrorString(ncclResult_t result);
 /**
  * Text of the last error in this process; valid until the next call on this thread.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call; `comm` is not looked at.
  */
 const char *ncclGetLastError(ncclComm_t comm);

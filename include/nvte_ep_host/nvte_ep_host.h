@@ -80,7 +80,7 @@ extern "C" {
 /**
  * Fills `out` and returns 0; 1 if `out` is null or its `struct_size` too small for any counter.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `out` is null or points to `out->struct_size` writable bytes.
  */
 int nvte_ep_host_stats(struct nvte_ep_host_stats *out);
@@ -88,7 +88,7 @@ int nvte_ep_host_stats(struct nvte_ep_host_stats *out);
 /**
  * Text of the sticky error of the calling thread's device, or "".
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call.
  */
 const char *nvte_ep_host_last_error(void);
@@ -96,7 +96,7 @@ const char *nvte_ep_host_last_error(void);
 /**
  * Whether NCCL EP would find a compiler for its kernels: 1, or 0 where `NVTE_EP_HOST_FAULT` hides it from this rank.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call.
  */
 int nvte_ep_host_compiler(void);
@@ -105,7 +105,7 @@ int nvte_ep_host_compiler(void);
  * How often a rule of the contract was broken in this process, by the rule's name in reports; with null how often any was,
  * and for a name that no rule has `UINT64_MAX`.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * `rule` is null or a string.
  */
 uint64_t nvte_ep_host_check_reports(const char *rule);
@@ -113,7 +113,7 @@ uint64_t nvte_ep_host_check_reports(const char *rule);
 /**
  * Text of the last report of a broken rule in this process, or ""; valid until the next call on this thread.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call.
  */
 const char *nvte_ep_host_check_last(void);
@@ -121,7 +121,7 @@ const char *nvte_ep_host_check_last(void);
 /**
  * Version of the host runtime.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Always safe to call.
  */
 const char *nvte_ep_host_version(void);

@@ -27,10 +27,10 @@ pub(crate) fn nvte_ep_ext_options_create() -> Result<*mut NVTEEpExtOptions> {
 ///
 /// key and value:
 /// "overflow": "trap" (default: rows beyond max_recv_tokens_per_rank are a fatal error of the device) or "drop" (they are
-/// dropped: they miss in sums and get zero gradients; nvte_ep_ext_recv_totals tells how many).
+/// dropped: they are missing from the sums, and their gradients are zero; nvte_ep_ext_recv_totals counts them).
 /// "eager": "on" (max_recv_tokens_per_rank is 0, num_topk is set, and the caller sizes the receive buffers of every step by
 /// nvte_ep_ext_recv_totals, one wait for the device a step) or "off".
-/// "num_topk": most experts per token of any layer; default: not said.
+/// "num_topk": most experts per token of any layer; default: not set.
 /// "dispatch_sms", "combine_sms": multiprocessors of dispatch and combine and their gradients; default: the
 /// configuration's. They may differ with NCCL EP builds of API 3 only.
 /// "preprocess_sms": multiprocessors of nvte_ep_prepare's scan; default: all, or where ranks share a device the
@@ -42,7 +42,7 @@ pub(crate) fn nvte_ep_ext_options_create() -> Result<*mut NVTEEpExtOptions> {
 /// "deterministic": "on" (rows of a slab come by source rank and row) or "off" (NCCL EP builds of API 3 may then use a
 /// faster order that differs from run to run); default: on, unless NCCL_EP_HT_EM_AG_SCAN_MODE is set.
 /// "symm_segment_bytes": smallest piece of symmetric memory that is registered at a time; default 67108864.
-/// Throws for a key or value other than these, with the valid ones, and for options that are not live.
+/// Throws for a key or value other than these, with the valid ones, and for options that were destroyed.
 ///
 /// # Safety
 /// key and value are NULL, which throws, or NUL-terminated.
@@ -62,7 +62,7 @@ pub(crate) unsafe fn nvte_ep_ext_options_set(
 /// Reads one option back, as it was set; "default" where it was not.
 ///
 /// value: receives the NUL-terminated text; an array of value_bytes bytes (32 hold every value).
-/// Throws for an unknown key, for options that are not live and for an array that is too short.
+/// Throws for an unknown key, for options that were destroyed, and for an array that is too short.
 ///
 /// # Safety
 /// key is NULL, which throws, or NUL-terminated; value is NULL, which throws, or has value_bytes bytes.
@@ -79,9 +79,9 @@ pub(crate) unsafe fn nvte_ep_ext_options_get(
     unsafe { ext::put_text("value", value, value_bytes, &text) }
 }
 
-/// Ends options; groups that were made with them keep what they said. NULL is nothing.
+/// Ends options; groups that were made with them keep their settings. NULL is allowed.
 ///
-/// Throws for options that are not live.
+/// Throws for options that were destroyed before.
 pub(crate) fn nvte_ep_ext_options_destroy(options: *mut NVTEEpExtOptions) -> Result<()> {
     ext::options_destroy(options)
 }
@@ -89,7 +89,7 @@ pub(crate) fn nvte_ep_ext_options_destroy(options: *mut NVTEEpExtOptions) -> Res
 /// nvte_ep_initialize with options.
 ///
 /// options: NULL for all defaults; every rank sets the same, time-outs excepted. They may be destroyed afterwards.
-/// Throws as nvte_ep_initialize; for options that contradict group_config or are not live; and, on every rank, when ranks
+/// Throws as nvte_ep_initialize; for options that contradict group_config or were destroyed; and, on every rank, when ranks
 /// set different ones.
 ///
 /// # Safety
@@ -181,7 +181,7 @@ pub(crate) unsafe fn nvte_ep_ext_symm_alloc(
 
 /// Gives memory of nvte_ep_ext_symm_alloc back; host only. Every rank does so at the same point of the order that
 /// nvte_ep_ext_symm_alloc asks for. Work that is queued may still use the memory: it is handed out again no earlier than by
-/// a later nvte_ep_ext_symm_alloc, which waits for that work. NULL is nothing.
+/// a later nvte_ep_ext_symm_alloc, which waits for that work. NULL is allowed.
 ///
 /// Throws for an address that was not handed out or was given back already, and without a group (nvte_ep_shutdown has freed
 /// all of it).

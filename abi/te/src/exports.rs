@@ -37,11 +37,11 @@ pub unsafe extern "C-unwind" fn nvte_ep_initialize(ep_comm: *mut c_void, group_c
 /// Ends the EP groups of this process: waits for queued work and for the other ranks, then frees what the library holds.
 /// The communicators stay the callers'. Without a group it does nothing.
 ///
-/// Every order of ending is fine in which the communicator lives until this returns: this, then ncclCommDestroy; this twice;
-/// another nvte_ep_initialize afterwards; this at exit, in a destructor, after an exception, or never. Tensors, streams and
-/// handle memory may go before or after it.
-/// Throws when queued work or another rank does not finish within NVTE_EP_SHUTDOWN_TIMEOUT_MS; the group is gone all the
-/// same.
+/// The communicator has to live until this returns. Apart from that, a program may end in any order: it may call this twice, at exit,
+/// in a destructor, after an exception, or never, and may call nvte_ep_initialize again afterwards. Tensors, streams and handle
+/// memory may be freed before or after it.
+/// Throws when queued work or another rank does not finish within NVTE_EP_SHUTDOWN_TIMEOUT_MS; the group has ended in that case
+/// too.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn nvte_ep_shutdown() {
     guard("nvte_ep_shutdown", || crate::surface::nvte_ep_shutdown());
@@ -73,11 +73,12 @@ pub unsafe extern "C-unwind" fn nvte_ep_handle_mem_size(layer_cfg: *const NVTEEp
 /// total_recv_tokens_per_rank: [1], dtype of recv_tokens_per_expert, or null; receives the sum over all slabs, before rows
 /// are dropped. Device memory or pinned host memory.
 /// layer_cfg: each handle memory keeps its own.
-/// Throws, before anything is queued, for unfit handle memory, shapes or dtypes other than these, and tensors that share memory.
+/// Throws, before anything is queued, for handle memory that does not fit, shapes or dtypes other than these, and tensors that
+/// share memory.
 ///
-/// What this and the functions below write shares no memory with anything else that they read or write, handle memory
-/// included; nothing is in place. These may: tensors that are only read, with each other; topk_idx of nvte_ep_dispatch, which is
-/// not read; rows from C on, which are neither read nor written.
+/// What this and the functions below write must not share memory with anything else that they read or write, handle memory
+/// included: no call works in place. These may share memory: tensors that are only read, with each other; topk_idx of
+/// nvte_ep_dispatch, which is not read; rows from C on, which are neither read nor written.
 ///
 /// # Safety
 /// The tensors are device memory of their extent, live until the queued work is done. The calls of a group come in one

@@ -68,7 +68,7 @@ const char *nvte_ep_status_string(int status);
 /**
  * nvte_ep_initialize, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_initialize.
  */
 enum NVTEEpStatus nvte_ep_try_initialize(void *ep_comm, const NVTEEpGroupConfig *group_config);
@@ -83,7 +83,7 @@ enum NVTEEpStatus nvte_ep_try_shutdown(void);
  *
  * result: receives what nvte_ep_handle_mem_size returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_handle_mem_size; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_handle_mem_size(const NVTEEpLayerConfig *layer_cfg, size_t *result);
@@ -91,7 +91,7 @@ enum NVTEEpStatus nvte_ep_try_handle_mem_size(const NVTEEpLayerConfig *layer_cfg
 /**
  * nvte_ep_prepare, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_prepare.
  */
 enum NVTEEpStatus nvte_ep_try_prepare(NVTETensor handle_mem,
@@ -104,7 +104,7 @@ enum NVTEEpStatus nvte_ep_try_prepare(NVTETensor handle_mem,
 /**
  * nvte_ep_dispatch, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_dispatch.
  */
 enum NVTEEpStatus nvte_ep_try_dispatch(NVTETensor handle_mem,
@@ -122,7 +122,7 @@ enum NVTEEpStatus nvte_ep_try_dispatch(NVTETensor handle_mem,
 /**
  * nvte_ep_prepare_and_dispatch, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_prepare_and_dispatch.
  */
 enum NVTEEpStatus nvte_ep_try_prepare_and_dispatch(NVTETensor handle_mem,
@@ -143,7 +143,7 @@ enum NVTEEpStatus nvte_ep_try_prepare_and_dispatch(NVTETensor handle_mem,
 /**
  * nvte_ep_combine, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_combine.
  */
 enum NVTEEpStatus nvte_ep_try_combine(NVTETensor handle_mem,
@@ -155,7 +155,7 @@ enum NVTEEpStatus nvte_ep_try_combine(NVTETensor handle_mem,
 /**
  * nvte_ep_dispatch_bwd, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_dispatch_bwd.
  */
 enum NVTEEpStatus nvte_ep_try_dispatch_bwd(NVTETensor handle_mem,
@@ -170,7 +170,7 @@ enum NVTEEpStatus nvte_ep_try_dispatch_bwd(NVTETensor handle_mem,
 /**
  * nvte_ep_combine_bwd, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_combine_bwd.
  */
 enum NVTEEpStatus nvte_ep_try_combine_bwd(NVTETensor handle_mem,
@@ -185,7 +185,7 @@ enum NVTEEpStatus nvte_ep_try_combine_bwd(NVTETensor handle_mem,
  *
  * result: receives what nvte_ep_ext_options_create returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_options_create; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_ext_options_create(NVTEEpExtOptions **result);
@@ -193,7 +193,7 @@ enum NVTEEpStatus nvte_ep_try_ext_options_create(NVTEEpExtOptions **result);
 /**
  * nvte_ep_ext_options_set, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_options_set.
  */
 enum NVTEEpStatus nvte_ep_try_ext_options_set(NVTEEpExtOptions *options, const char *key, const char *value);
@@ -201,7 +201,7 @@ enum NVTEEpStatus nvte_ep_try_ext_options_set(NVTEEpExtOptions *options, const c
 /**
  * nvte_ep_ext_options_get, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_options_get.
  */
 enum NVTEEpStatus nvte_ep_try_ext_options_get(const NVTEEpExtOptions *options,
@@ -217,7 +217,7 @@ enum NVTEEpStatus nvte_ep_try_ext_options_destroy(NVTEEpExtOptions *options);
 /**
  * nvte_ep_ext_initialize, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_initialize.
  */
 enum NVTEEpStatus nvte_ep_try_ext_initialize(void *ep_comm,
@@ -227,7 +227,7 @@ enum NVTEEpStatus nvte_ep_try_ext_initialize(void *ep_comm,
 /**
  * nvte_ep_ext_recv_totals, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_recv_totals.
  */
 enum NVTEEpStatus nvte_ep_try_ext_recv_totals(NVTETensor handle_mem,
@@ -237,7 +237,7 @@ enum NVTEEpStatus nvte_ep_try_ext_recv_totals(NVTETensor handle_mem,
 /**
  * nvte_ep_ext_memory_usage, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_memory_usage.
  */
 enum NVTEEpStatus nvte_ep_try_ext_memory_usage(NVTEEpExtMemoryUsage *usage);
@@ -245,7 +245,7 @@ enum NVTEEpStatus nvte_ep_try_ext_memory_usage(NVTEEpExtMemoryUsage *usage);
 /**
  * nvte_ep_ext_symm_alloc, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_symm_alloc.
  */
 enum NVTEEpStatus nvte_ep_try_ext_symm_alloc(size_t bytes,
@@ -261,7 +261,7 @@ enum NVTEEpStatus nvte_ep_try_ext_symm_free(void *ptr);
 /**
  * nvte_ep_ext_window_of, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_window_of.
  */
 enum NVTEEpStatus nvte_ep_try_ext_window_of(const void *ptr, ncclWindow_t *window, uint64_t *offset);
@@ -271,7 +271,7 @@ enum NVTEEpStatus nvte_ep_try_ext_window_of(const void *ptr, ncclWindow_t *windo
  *
  * result: receives what nvte_ep_ext_is_symmetric returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_is_symmetric; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_ext_is_symmetric(const void *ptr, int *result);
@@ -279,7 +279,7 @@ enum NVTEEpStatus nvte_ep_try_ext_is_symmetric(const void *ptr, int *result);
 /**
  * nvte_ep_ext_window_register, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_ext_window_register.
  */
 enum NVTEEpStatus nvte_ep_try_ext_window_register(void *ptr, size_t bytes, ncclWindow_t *window);
@@ -294,7 +294,7 @@ enum NVTEEpStatus nvte_ep_try_ext_window_deregister(void *ptr);
  *
  * result: receives what nvte_create_tensor returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_create_tensor; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_create_tensor(NVTEScalingMode scaling_mode, NVTETensor *result);
@@ -302,7 +302,7 @@ enum NVTEEpStatus nvte_ep_try_create_tensor(NVTEScalingMode scaling_mode, NVTETe
 /**
  * nvte_create_tensors, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_create_tensors.
  */
 enum NVTEEpStatus nvte_ep_try_create_tensors(NVTEScalingMode scaling_mode, NVTETensor *tensors, size_t N);
@@ -315,7 +315,7 @@ enum NVTEEpStatus nvte_ep_try_destroy_tensor(NVTETensor tensor);
 /**
  * nvte_destroy_tensors, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_destroy_tensors.
  */
 enum NVTEEpStatus nvte_ep_try_destroy_tensors(NVTETensor *tensors, size_t N);
@@ -323,7 +323,7 @@ enum NVTEEpStatus nvte_ep_try_destroy_tensors(NVTETensor *tensors, size_t N);
 /**
  * nvte_set_tensor_param_v2, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_set_tensor_param_v2.
  */
 enum NVTEEpStatus nvte_ep_try_set_tensor_param_v2(NVTETensor tensor,
@@ -334,7 +334,7 @@ enum NVTEEpStatus nvte_ep_try_set_tensor_param_v2(NVTETensor tensor,
 /**
  * nvte_get_tensor_param_v2, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_get_tensor_param_v2.
  */
 enum NVTEEpStatus nvte_ep_try_get_tensor_param_v2(NVTETensor tensor,
@@ -346,7 +346,7 @@ enum NVTEEpStatus nvte_ep_try_get_tensor_param_v2(NVTETensor tensor,
 /**
  * nvte_set_tensor_param, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_set_tensor_param.
  */
 enum NVTEEpStatus nvte_ep_try_set_tensor_param(NVTETensor *tensor,
@@ -358,7 +358,7 @@ enum NVTEEpStatus nvte_ep_try_set_tensor_param(NVTETensor *tensor,
  *
  * result: receives what nvte_get_tensor_param returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_get_tensor_param; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_get_tensor_param(NVTETensor tensor,
@@ -370,7 +370,7 @@ enum NVTEEpStatus nvte_ep_try_get_tensor_param(NVTETensor tensor,
  *
  * result: receives what nvte_make_shape returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_make_shape; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_make_shape(const size_t *data, size_t ndim, NVTEShape *result);
@@ -380,7 +380,7 @@ enum NVTEEpStatus nvte_ep_try_make_shape(const size_t *data, size_t ndim, NVTESh
  *
  * result: receives what nvte_tensor_shape returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_shape; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_shape(NVTETensor tensor, NVTEShape *result);
@@ -390,7 +390,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_shape(NVTETensor tensor, NVTEShape *result)
  *
  * result: receives what nvte_tensor_columnwise_shape returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_columnwise_shape; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_columnwise_shape(NVTETensor tensor, NVTEShape *result);
@@ -400,7 +400,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_columnwise_shape(NVTETensor tensor, NVTESha
  *
  * result: receives what nvte_tensor_ndims returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_ndims; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_ndims(NVTETensor tensor, size_t *result);
@@ -410,7 +410,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_ndims(NVTETensor tensor, size_t *result);
  *
  * result: receives what nvte_tensor_size returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_size; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_size(NVTETensor tensor, size_t dim, size_t *result);
@@ -420,7 +420,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_size(NVTETensor tensor, size_t dim, size_t 
  *
  * result: receives what nvte_tensor_numel returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_numel; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_numel(NVTETensor tensor, size_t *result);
@@ -430,7 +430,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_numel(NVTETensor tensor, size_t *result);
  *
  * result: receives what nvte_tensor_size_bytes returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_size_bytes; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_size_bytes(NVTETensor tensor, size_t *result);
@@ -440,7 +440,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_size_bytes(NVTETensor tensor, size_t *resul
  *
  * result: receives what nvte_tensor_element_size returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_element_size; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_element_size(NVTETensor tensor, size_t *result);
@@ -450,7 +450,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_element_size(NVTETensor tensor, size_t *res
  *
  * result: receives what nvte_tensor_element_size_bits returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_element_size_bits; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_element_size_bits(NVTETensor tensor, size_t *result);
@@ -460,7 +460,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_element_size_bits(NVTETensor tensor, size_t
  *
  * result: receives what nvte_tensor_type returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_type; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_type(NVTETensor tensor, NVTEDType *result);
@@ -470,7 +470,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_type(NVTETensor tensor, NVTEDType *result);
  *
  * result: receives what nvte_tensor_data returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_data; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_data(NVTETensor tensor, void **result);
@@ -480,7 +480,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_data(NVTETensor tensor, void **result);
  *
  * result: receives what nvte_tensor_columnwise_data returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_columnwise_data; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_columnwise_data(NVTETensor tensor, void **result);
@@ -490,7 +490,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_columnwise_data(NVTETensor tensor, void **r
  *
  * result: receives what nvte_tensor_amax returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_amax; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_amax(NVTETensor tensor, float **result);
@@ -500,7 +500,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_amax(NVTETensor tensor, float **result);
  *
  * result: receives what nvte_tensor_scale returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_scale; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_scale(NVTETensor tensor, float **result);
@@ -510,7 +510,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_scale(NVTETensor tensor, float **result);
  *
  * result: receives what nvte_tensor_scale_inv returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_scale_inv; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_scale_inv(NVTETensor tensor, float **result);
@@ -520,7 +520,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_scale_inv(NVTETensor tensor, float **result
  *
  * result: receives what nvte_tensor_scale_inv_shape returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_scale_inv_shape; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_scale_inv_shape(NVTETensor tensor, NVTEShape *result);
@@ -530,7 +530,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_scale_inv_shape(NVTETensor tensor, NVTEShap
  *
  * result: receives what nvte_tensor_scaling_mode returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_tensor_scaling_mode; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_tensor_scaling_mode(NVTETensor tensor, NVTEScalingMode *result);
@@ -538,7 +538,7 @@ enum NVTEEpStatus nvte_ep_try_tensor_scaling_mode(NVTETensor tensor, NVTEScaling
 /**
  * nvte_zero_tensor, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_zero_tensor.
  */
 enum NVTEEpStatus nvte_ep_try_zero_tensor(NVTETensor tensor, cudaStream_t stream);
@@ -548,7 +548,7 @@ enum NVTEEpStatus nvte_ep_try_zero_tensor(NVTETensor tensor, cudaStream_t stream
  *
  * result: receives what nvte_create_grouped_tensor returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_create_grouped_tensor; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_create_grouped_tensor(NVTEScalingMode scaling_mode,
@@ -564,7 +564,7 @@ enum NVTEEpStatus nvte_ep_try_destroy_grouped_tensor(NVTEGroupedTensor tensor);
 /**
  * nvte_set_grouped_tensor_param, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_set_grouped_tensor_param.
  */
 enum NVTEEpStatus nvte_ep_try_set_grouped_tensor_param(NVTEGroupedTensor tensor,
@@ -575,7 +575,7 @@ enum NVTEEpStatus nvte_ep_try_set_grouped_tensor_param(NVTEGroupedTensor tensor,
 /**
  * nvte_get_grouped_tensor_param, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_get_grouped_tensor_param.
  */
 enum NVTEEpStatus nvte_ep_try_get_grouped_tensor_param(NVTEGroupedTensor tensor,
@@ -589,7 +589,7 @@ enum NVTEEpStatus nvte_ep_try_get_grouped_tensor_param(NVTEGroupedTensor tensor,
  *
  * result: receives what nvte_grouped_tensor_num_tensors returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_grouped_tensor_num_tensors; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_grouped_tensor_num_tensors(NVTEGroupedTensor tensor, size_t *result);
@@ -599,7 +599,7 @@ enum NVTEEpStatus nvte_ep_try_grouped_tensor_num_tensors(NVTEGroupedTensor tenso
  *
  * result: receives what nvte_grouped_tensor_type returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_grouped_tensor_type; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_grouped_tensor_type(NVTEGroupedTensor tensor, NVTEDType *result);
@@ -609,7 +609,7 @@ enum NVTEEpStatus nvte_ep_try_grouped_tensor_type(NVTEGroupedTensor tensor, NVTE
  *
  * result: receives what nvte_grouped_tensor_scaling_mode returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_grouped_tensor_scaling_mode; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_grouped_tensor_scaling_mode(NVTEGroupedTensor tensor, NVTEScalingMode *result);
@@ -619,7 +619,7 @@ enum NVTEEpStatus nvte_ep_try_grouped_tensor_scaling_mode(NVTEGroupedTensor tens
  *
  * result: receives what nvte_get_grouped_tensor_logical_shape returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_get_grouped_tensor_logical_shape; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_get_grouped_tensor_logical_shape(NVTEGroupedTensor tensor, NVTEShape *result);
@@ -629,7 +629,7 @@ enum NVTEEpStatus nvte_ep_try_get_grouped_tensor_logical_shape(NVTEGroupedTensor
  *
  * result: receives what nvte_create_quantization_config returns.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_create_quantization_config; result is NULL, which is an error, or writable.
  */
 enum NVTEEpStatus nvte_ep_try_create_quantization_config(NVTEQuantizationConfig *result);
@@ -637,7 +637,7 @@ enum NVTEEpStatus nvte_ep_try_create_quantization_config(NVTEQuantizationConfig 
 /**
  * nvte_set_quantization_config_attribute, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_set_quantization_config_attribute.
  */
 enum NVTEEpStatus nvte_ep_try_set_quantization_config_attribute(NVTEQuantizationConfig config,
@@ -648,7 +648,7 @@ enum NVTEEpStatus nvte_ep_try_set_quantization_config_attribute(NVTEQuantization
 /**
  * nvte_get_quantization_config_attribute, returning a status.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_get_quantization_config_attribute.
  */
 enum NVTEEpStatus nvte_ep_try_get_quantization_config_attribute(NVTEQuantizationConfig config,

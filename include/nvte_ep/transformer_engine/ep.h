@@ -102,7 +102,7 @@ extern "C" {
  * Throws when the device has a group already, for a bad configuration or communicator, when the machine lacks something
  * that is needed (the text says what and how to provide it), and when ranks disagree (then on every rank).
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * ep_comm is NULL, which throws, or a live communicator.
  */
 void nvte_ep_initialize(void *ep_comm,
@@ -112,11 +112,11 @@ void nvte_ep_initialize(void *ep_comm,
  * Ends the EP groups of this process: waits for queued work and for the other ranks, then frees what the library holds.
  * The communicator stays the caller's. Without a group it does nothing.
  *
- * Every order of ending is fine in which the communicator lives until this returns: this, then ncclCommDestroy; this twice;
- * another nvte_ep_initialize afterwards; this at exit, in a destructor, after an exception, or never. Tensors, streams and
- * handle memory may go before or after it.
- * Throws when queued work or another rank does not finish within NVTE_EP_SHUTDOWN_TIMEOUT_MS; the group is gone all the
- * same.
+ * The communicator has to live until this returns. Apart from that, a program may end in any order: it may call this twice, at exit,
+ * in a destructor, after an exception, or never, and may call nvte_ep_initialize again afterwards. Tensors, streams and handle
+ * memory may be freed before or after it.
+ * Throws when queued work or another rank does not finish within NVTE_EP_SHUTDOWN_TIMEOUT_MS; the group has ended in that case
+ * too.
  */
 void nvte_ep_shutdown(void);
 
@@ -128,7 +128,7 @@ void nvte_ep_shutdown(void);
  * boundary.
  * Throws without a group, for a bad configuration, and beyond NVTE_EP_HANDLE_CACHE_SIZE registrations.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * handle_mem_size is NULL, which throws, or points to a size_t.
  */
 uint64_t nvte_ep_register_layer(struct NVTEEpLayerConfig layer_config,
@@ -152,14 +152,14 @@ void nvte_ep_ext_unregister_layer(uint64_t id);
  * token_counts: [num_experts / ep_size] int32 or int64; receives the rows of each local expert's slab: the tokens routed to
  * it, padded to the alignment (no rows where there are no tokens).
  * dispatch_output_per_expert_alignment: the registered value.
- * Throws, before anything is queued, for an unknown id, unfit handle memory, shapes or dtypes other than these, and tensors
- * that share memory.
+ * Throws, before anything is queued, for an unknown id, handle memory that does not fit, shapes or dtypes other than these,
+ * and tensors that share memory.
  *
- * What this and the functions below write shares no memory with anything else that they read or write, handle memory
- * included; nothing is in place. These may: tensors that are only read, with each other; topk_idx of nvte_ep_dispatch, which is
- * not read; rows from C on, which are neither read nor written.
+ * What this and the functions below write must not share memory with anything else that they read or write, handle memory
+ * included: no call works in place. These may share memory: tensors that are only read, with each other; topk_idx of
+ * nvte_ep_dispatch, which is not read; rows from C on, which are neither read nor written.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * The tensors are device memory of their extent, live until the queued work is done. The calls of a group come in one
  * order on every rank and on one stream, or on streams ordered by events. This holds for all functions below.
  */
@@ -186,7 +186,7 @@ void nvte_ep_prepare(struct NVTEEpHandle handle,
  * place.
  * Throws, before anything is queued, when the layer was not prepared and for shapes or dtypes other than these.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_prepare; windows cover their tensors on every rank.
  */
 void nvte_ep_dispatch(struct NVTEEpHandle handle,
@@ -213,7 +213,7 @@ void nvte_ep_dispatch(struct NVTEEpHandle handle,
  * result: [T, H], dtype of expert_out.
  * Throws as nvte_ep_dispatch.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_dispatch.
  */
 void nvte_ep_combine(struct NVTEEpHandle handle,
@@ -233,7 +233,7 @@ void nvte_ep_combine(struct NVTEEpHandle handle,
  * index was negative.
  * Throws as nvte_ep_dispatch.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_dispatch.
  */
 void nvte_ep_dispatch_bwd(struct NVTEEpHandle handle,
@@ -252,7 +252,7 @@ void nvte_ep_dispatch_bwd(struct NVTEEpHandle handle,
  * grad_expert_out: [C, H], dtype and scaling of grad; receives the gradient of expert_out, zeroes in the padding.
  * Throws as nvte_ep_dispatch.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_dispatch.
  */
 void nvte_ep_combine_bwd(struct NVTEEpHandle handle,

@@ -384,7 +384,7 @@ NVTETensor nvte_create_tensor(NVTEScalingMode scaling_mode);
 /**
  * Creates N tensors without data and writes them to tensors; all or none.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * tensors points to room for N values.
  */
 void nvte_create_tensors(NVTEScalingMode scaling_mode, NVTETensor *tensors, size_t N);
@@ -399,7 +399,7 @@ void nvte_destroy_tensor(NVTETensor tensor);
 /**
  * Destroys N tensors; null tensors are accepted. Throws, and destroys none, if one of them is not alive.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * tensors points to N values.
  */
 void nvte_destroy_tensors(NVTETensor *tensors, size_t N);
@@ -411,7 +411,7 @@ void nvte_destroy_tensors(NVTETensor *tensors, size_t N);
  * kNVTEWithGEMMSwizzledScales and kNVTERowScaledNVFP4; an int for kNVTENVFP4E4M3Max. The size may be larger.
  * Throws for the null tensor, an unknown parameter, a NULL or short buffer, more than 15 dimensions, an unknown dtype.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * buf points to size_in_bytes readable bytes.
  */
 void nvte_set_tensor_param_v2(NVTETensor tensor,
@@ -426,7 +426,7 @@ void nvte_set_tensor_param_v2(NVTETensor tensor,
  * size_written: receives the value's size in bytes; may be NULL.
  * Throws for an unknown parameter and a short buffer.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * buf is NULL or points to size_in_bytes writable bytes; size_written is NULL or points to a size_t.
  */
 void nvte_get_tensor_param_v2(NVTETensor tensor,
@@ -440,7 +440,7 @@ void nvte_get_tensor_param_v2(NVTETensor tensor,
  *
  * tensor: pointer to the tensor.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * Both pointers are NULL, which throws, or point to values.
  */
 void nvte_set_tensor_param(NVTETensor *tensor,
@@ -456,7 +456,7 @@ struct NVTEBasicTensor nvte_get_tensor_param(NVTETensor tensor,
 /**
  * Makes a shape of ndim sizes, all 0 where data is NULL. Throws for more than 15.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * data is NULL or points to ndim values.
  */
 struct NVTEShape nvte_make_shape(const size_t *data, size_t ndim);
@@ -545,7 +545,7 @@ NVTEScalingMode nvte_tensor_scaling_mode(NVTETensor tensor);
  * Queues zeroes over the row-wise data, and over the absolute maximum where there is one, on stream. The null tensor
  * is accepted.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * The tensor's addresses are device memory of its extent, live until the queued work is done; stream is a stream of the
  * current device.
  */
@@ -578,7 +578,7 @@ void nvte_destroy_grouped_tensor(NVTEGroupedTensor tensor);
  * larger.
  * Throws for NULL, an unknown parameter, a NULL or short buffer, more than 15 dimensions, an unknown dtype.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * buf points to size_in_bytes readable bytes.
  */
 void nvte_set_grouped_tensor_param(NVTEGroupedTensor tensor,
@@ -594,7 +594,7 @@ void nvte_set_grouped_tensor_param(NVTEGroupedTensor tensor,
  * size_written: receives the value's size in bytes; may be NULL.
  * Throws for an unknown parameter and a short buffer.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * buf is NULL or points to size_in_bytes writable bytes; size_written is NULL or points to a size_t.
  */
 void nvte_get_grouped_tensor_param(NVTEGroupedTensor tensor,
@@ -635,7 +635,7 @@ NVTEQuantizationConfig nvte_create_quantization_config(void);
  * Throws for NULL, an unknown attribute, a NULL or short buffer, a value that is no NVTENVFP44Over6Mode where one is asked
  * for.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * buf points to size_in_bytes readable bytes.
  */
 void nvte_set_quantization_config_attribute(NVTEQuantizationConfig config,
@@ -650,7 +650,7 @@ void nvte_set_quantization_config_attribute(NVTEQuantizationConfig config,
  * size_written: receives the value's size in bytes; may be NULL.
  * Throws for NULL, an unknown attribute and a short buffer.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * buf is NULL or points to size_in_bytes writable bytes; size_written is NULL or points to a size_t.
  */
 void nvte_get_quantization_config_attribute(NVTEQuantizationConfig config,

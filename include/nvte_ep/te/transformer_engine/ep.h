@@ -99,7 +99,7 @@ extern "C" {
  * Throws when the device has a group already, for a bad configuration or communicator, when the machine lacks something
  * that is needed (the text says what and how to provide it), and when ranks disagree (then on every rank).
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * ep_comm is NULL, which throws, or a live communicator; group_config is NULL, which throws, or points to as many bytes as
  * its struct_size says.
  */
@@ -110,11 +110,11 @@ void nvte_ep_initialize(void *ep_comm,
  * Ends the EP groups of this process: waits for queued work and for the other ranks, then frees what the library holds.
  * The communicators stay the callers'. Without a group it does nothing.
  *
- * Every order of ending is fine in which the communicator lives until this returns: this, then ncclCommDestroy; this twice;
- * another nvte_ep_initialize afterwards; this at exit, in a destructor, after an exception, or never. Tensors, streams and
- * handle memory may go before or after it.
- * Throws when queued work or another rank does not finish within NVTE_EP_SHUTDOWN_TIMEOUT_MS; the group is gone all the
- * same.
+ * The communicator has to live until this returns. Apart from that, a program may end in any order: it may call this twice, at exit,
+ * in a destructor, after an exception, or never, and may call nvte_ep_initialize again afterwards. Tensors, streams and handle
+ * memory may be freed before or after it.
+ * Throws when queued work or another rank does not finish within NVTE_EP_SHUTDOWN_TIMEOUT_MS; the group has ended in that case
+ * too.
  */
 void nvte_ep_shutdown(void);
 
@@ -123,7 +123,7 @@ void nvte_ep_shutdown(void);
  *
  * Throws without a group and for a bad configuration.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * layer_cfg is NULL, which throws, or points to as many bytes as its struct_size says.
  */
 size_t nvte_ep_handle_mem_size(const struct NVTEEpLayerConfig *layer_cfg);
@@ -141,13 +141,14 @@ size_t nvte_ep_handle_mem_size(const struct NVTEEpLayerConfig *layer_cfg);
  * total_recv_tokens_per_rank: [1], dtype of recv_tokens_per_expert, or null; receives the sum over all slabs, before rows
  * are dropped. Device memory or pinned host memory.
  * layer_cfg: each handle memory keeps its own.
- * Throws, before anything is queued, for unfit handle memory, shapes or dtypes other than these, and tensors that share memory.
+ * Throws, before anything is queued, for handle memory that does not fit, shapes or dtypes other than these, and tensors that
+ * share memory.
  *
- * What this and the functions below write shares no memory with anything else that they read or write, handle memory
- * included; nothing is in place. These may: tensors that are only read, with each other; topk_idx of nvte_ep_dispatch, which is
- * not read; rows from C on, which are neither read nor written.
+ * What this and the functions below write must not share memory with anything else that they read or write, handle memory
+ * included: no call works in place. These may share memory: tensors that are only read, with each other; topk_idx of
+ * nvte_ep_dispatch, which is not read; rows from C on, which are neither read nor written.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * The tensors are device memory of their extent, live until the queued work is done. The calls of a group come in one
  * order on every rank and on one stream, or on streams ordered by events. This holds for all functions below.
  */
@@ -174,7 +175,7 @@ void nvte_ep_prepare(NVTETensor handle_mem,
  * place.
  * Throws, before anything is queued, when handle_mem was not prepared and for shapes or dtypes other than these.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_prepare; windows cover their tensors on every rank.
  */
 void nvte_ep_dispatch(NVTETensor handle_mem,
@@ -192,7 +193,7 @@ void nvte_ep_dispatch(NVTETensor handle_mem,
 /**
  * nvte_ep_prepare and nvte_ep_dispatch in one call; the arguments are theirs. Both are checked before either is queued.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_dispatch.
  */
 void nvte_ep_prepare_and_dispatch(NVTETensor handle_mem,
@@ -222,7 +223,7 @@ void nvte_ep_prepare_and_dispatch(NVTETensor handle_mem,
  * result: [T, H], dtype of expert_out.
  * Throws as nvte_ep_dispatch.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_dispatch.
  */
 void nvte_ep_combine(NVTETensor handle_mem,
@@ -242,7 +243,7 @@ void nvte_ep_combine(NVTETensor handle_mem,
  * index was negative.
  * Throws as nvte_ep_dispatch.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_dispatch.
  */
 void nvte_ep_dispatch_bwd(NVTETensor handle_mem,
@@ -261,7 +262,7 @@ void nvte_ep_dispatch_bwd(NVTETensor handle_mem,
  * grad_expert_out: [C, H], dtype and scaling of grad; receives the gradient of expert_out, zeroes in the padding.
  * Throws as nvte_ep_dispatch.
  *
- * What the caller vouches for:
+ * The caller must ensure:
  * As nvte_ep_dispatch.
  */
 void nvte_ep_combine_bwd(NVTETensor handle_mem,
