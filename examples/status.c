@@ -1,4 +1,5 @@
-/* Status codes: a C program, one rank, that handles an error and goes on. Nothing it calls throws. */
+/* Status codes: a C program, one rank, that handles an error and goes on: a step forward and backward. Nothing it calls
+   throws. */
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 #include <nvte_ep_status.h>
@@ -30,7 +31,7 @@ static int view(NVTETensor* made, void* data, NVTEDType dtype, size_t rows, size
   return 1;
 }
 
-enum { MEMORY, IDX, IN, COUNTS, RECV, OUT, TENSORS };
+enum { MEMORY, IDX, IN, COUNTS, RECV, OUT, GRAD_ROWS, GRAD_IN, TENSORS };
 
 /* The step over a group that is there. */
 static int step(NVTETensor tensors[], void* data[], uint64_t layer, size_t bytes, cudaStream_t stream) {
@@ -39,7 +40,8 @@ static int step(NVTETensor tensors[], void* data[], uint64_t layer, size_t bytes
   NVTEEpStatus status;
   if (!view(&tensors[MEMORY], data[MEMORY], kNVTEByte, bytes, 0) || !view(&tensors[IDX], data[IDX], kNVTEInt64, TOKENS, TOP_K) ||
       !view(&tensors[IN], data[IN], kNVTEFloat32, TOKENS, HIDDEN) || !view(&tensors[COUNTS], data[COUNTS], kNVTEInt32, EXPERTS, 0) ||
-      !view(&tensors[RECV], data[RECV], kNVTEFloat32, ROWS, HIDDEN) || !view(&tensors[OUT], data[OUT], kNVTEFloat32, TOKENS, HIDDEN))
+      !view(&tensors[RECV], data[RECV], kNVTEFloat32, ROWS, HIDDEN) || !view(&tensors[OUT], data[OUT], kNVTEFloat32, TOKENS, HIDDEN) ||
+      !view(&tensors[GRAD_ROWS], data[GRAD_ROWS], kNVTEFloat32, ROWS, HIDDEN) || !view(&tensors[GRAD_IN], data[GRAD_IN], kNVTEFloat32, TOKENS, HIDDEN))
     return 0;
   handle.id = layer;
   handle.mem = tensors[MEMORY];
@@ -52,13 +54,17 @@ static int step(NVTETensor tensors[], void* data[], uint64_t layer, size_t bytes
 
   TRY(nvte_ep_try_dispatch(handle, tensors[IDX], tensors[IN], none, NULL, none, tensors[RECV], none, NULL, none, stream));
   TRY(nvte_ep_try_combine(handle, tensors[RECV], none, tensors[OUT], stream));
+
+  /* Backward. The gradient of the result is here what the tokens are; a rank that sends no weights has no gradients of them. */
+  TRY(nvte_ep_try_combine_bwd(handle, tensors[IN], none, tensors[GRAD_ROWS], none, stream));
+  TRY(nvte_ep_try_dispatch_bwd(handle, tensors[GRAD_ROWS], none, NULL, none, tensors[GRAD_IN], NULL, stream));
   return 1;
 }
 
 int main(void) {
   int64_t experts[TOKENS * TOP_K];
-  float rows[TOKENS * HIDDEN], got[TOKENS * HIDDEN];
-  size_t extents[TENSORS] = {0, sizeof experts, sizeof rows, EXPERTS * sizeof(int32_t), ROWS * HIDDEN * sizeof(float), sizeof got};
+  float rows[TOKENS * HIDDEN], got[TOKENS * HIDDEN], grad[TOKENS * HIDDEN];
+  size_t extents[TENSORS] = {0, sizeof experts, sizeof rows, EXPERTS * sizeof(int32_t), ROWS * HIDDEN * sizeof(float), sizeof got, ROWS * HIDDEN * sizeof(float), sizeof grad};
   void* data[TENSORS] = {NULL};
   NVTETensor tensors[TENSORS] = {NULL};
   const NVTEEpGroupConfig group = {1, EXPERTS, TOKENS, ROWS, HIDDEN, 0, 0, kNVTEFloat32, 0};
@@ -84,7 +90,8 @@ int main(void) {
   is_right = is_right && step(tensors, data, layer, extents[MEMORY], stream);
   is_right &= cudaStreamSynchronize(stream) == cudaSuccess;
   is_right &= cudaMemcpy(got, data[OUT], sizeof got, cudaMemcpyDeviceToHost) == cudaSuccess;
-  for (i = 0; i < TOKENS * HIDDEN; i++) wrong += got[i] != TOP_K * rows[i];
+  is_right &= cudaMemcpy(grad, data[GRAD_IN], sizeof grad, cudaMemcpyDeviceToHost) == cudaSuccess;
+  for (i = 0; i < TOKENS * HIDDEN; i++) wrong += (got[i] != TOP_K * rows[i]) + (grad[i] != TOP_K * rows[i]);
 
   is_right &= nvte_ep_try_shutdown() == NVTE_EP_SUCCESS;
   is_right &= nvte_ep_try_destroy_tensors(tensors, TENSORS) == NVTE_EP_SUCCESS;
