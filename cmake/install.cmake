@@ -52,6 +52,7 @@ install(FILES ${PROJECT_SOURCE_DIR}/LICENSE ${PROJECT_SOURCE_DIR}/THIRD_PARTY_LI
   DESTINATION ${docs_dir} COMPONENT nvte_ep)
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/docs ${PROJECT_SOURCE_DIR}/examples DESTINATION ${docs_dir} COMPONENT nvte_ep
   PATTERN book.toml EXCLUDE PATTERN book.css EXCLUDE)
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/rust/examples DESTINATION ${docs_dir}/rust COMPONENT nvte_ep)
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/cli/man/ DESTINATION ${CMAKE_INSTALL_MANDIR}/man1 COMPONENT nvte_ep)
 set(completions ${PROJECT_SOURCE_DIR}/cli/completions)
 install(FILES ${completions}/nvte-ep.bash
