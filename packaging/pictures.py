@@ -110,7 +110,7 @@ def slabs():
     p.text(x + 40, 142, "its slab has no rows", size=12)
     p.line((14, 178), (14, 186), (846, 186), (846, 178))
     p.text(430, 206, "C = max_recv_tokens_per_rank rows", "middle")
-    p.text(430, 234, "counts = [8, 4, 0]   in a slab: rows of rank 0 first, then rank 1; of a rank, in the order of its tokens", "middle", size=12)
+    p.text(430, 234, "counts = [8, 4, 0]; in a slab: rows of rank 0 first, then rank 1; of a rank, in the order of its tokens", "middle", size=12)
     return p
 
 
@@ -147,8 +147,9 @@ def pipeline():
         for batch in batches:
             first, last = order.index(f"F{batch}"), order.index(f"B{batch}")
             p.box(x0 + first * width, y, (last - first + 1) * width - 6, 32, f"micro-batch {batch}'s routing", RANK[handle], size=12)
-    p.text(14, 214, "forward:  prepare, dispatch, experts, combine        backward:  combine_bwd, experts' gradient, dispatch_bwd", size=12)
-    p.text(14, 242, "With one handle, forward 1 would prepare over the routing that backward 0 still needs.", size=12)
+    p.text(14, 208, "forward: prepare, dispatch, experts, combine", size=12)
+    p.text(14, 228, "backward: combine_bwd, the experts' gradient, dispatch_bwd", size=12)
+    p.text(14, 248, "With one handle, forward 1 would prepare over the routing that backward 0 still needs.", size=12)
     return p
 
 
