@@ -1,4 +1,5 @@
-//! Names the library and lays out, beside it, the folder through which programs find it as CUDA and NCCL.
+//! Compiles the native engine's kernels, names the library and lays out, beside it, the folder through which programs find it as
+//! CUDA and NCCL.
 
 use std::env;
 use std::io;
@@ -18,6 +19,7 @@ fn main() -> io::Result<()> {
     // OUT_DIR is <profile folder>/build/<package>-<hash>/out.
     let profile = out_dir.ancestors().nth(3).ok_or_else(|| io::Error::other("OUT_DIR has no profile folder"))?;
     write_not_supported(&out_dir)?;
+    compile_kernels();
     link("libnvte_ep_host.so", &profile.join("libnvte_ep_host.so.1"))?;
     let folder = profile.join("host_runtime");
     std::fs::create_dir_all(&folder)?;
@@ -25,6 +27,27 @@ fn main() -> io::Result<()> {
         link("../libnvte_ep_host.so", &folder.join(name))?;
     }
     Ok(())
+}
+
+/// Compiles the native engine's kernels for the CPU.
+fn compile_kernels() {
+    println!("cargo::rerun-if-changed=native");
+    println!("cargo::rerun-if-changed=../kernels/native");
+    cc::Build::new()
+        .cpp(true)
+        .std("c++17")
+        .cpp_link_stdlib(None)
+        .include("../kernels")
+        .warnings(true)
+        .extra_warnings(true)
+        // Sums are rounded as on a GPU, whatever the profile.
+        .flag("-ffp-contract=off")
+        .flag("-fno-exceptions")
+        .flag("-fno-rtti")
+        .flag("-fvisibility=hidden")
+        .opt_level(2)
+        .file("native/kernels.cc")
+        .compile("nvte_ep_host_native");
 }
 
 /// Writes the functions of `not_supported.txt`. They take no parameters: who calls them cleans up its own.

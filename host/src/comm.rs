@@ -12,7 +12,7 @@ use crate::check::{self, Rule};
 use crate::device::{self, Device};
 use crate::fault::{Fault, Outcome};
 use crate::line::{Line, Status};
-use crate::windows::Windows;
+use crate::windows::{Window, Windows};
 use crate::{batch, graph, inject, memory, stats};
 
 /// One rank of a communicator.
@@ -69,6 +69,12 @@ pub fn check_freed(memory: &memory::Allocation) -> Outcome<()> {
 /// Windows that are registered now.
 pub fn live_windows() -> u64 {
     COMMS.lock().values().map(|comm| comm.windows.count() as u64).sum()
+}
+
+/// The window that a handle names, of whatever communicator.
+pub fn window(handle: ncclWindow_t) -> Outcome<Arc<Window>> {
+    let found = COMMS.lock().values().find_map(|comm| comm.windows.get(handle as usize).ok());
+    found.ok_or_else(|| usage(format!("{handle:p} is not a window of a communicator")).breaks(Rule::WindowMissing))
 }
 
 /// An error for an argument of NCCL's.

@@ -1,5 +1,5 @@
-//! The kernels that this runtime can launch. It cannot run PTX: it knows the kernels of nvte-ep (`kernels/*.cu`) by name
-//! and does in Rust what they do.
+//! The kernels that this runtime can launch. It cannot run PTX: it knows the kernels of nvte-ep (`kernels/*.cu`) by name.
+//! Those of the native engine it has compiled for the CPU ([`native`]); what the others do it does in Rust.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -10,6 +10,7 @@ use nvte_ep_bindings::*;
 use crate::check;
 use crate::fault::{Fault, Outcome};
 use crate::memory::Span;
+use crate::native;
 use crate::stream::Stream;
 
 /// A kernel.
@@ -17,13 +18,26 @@ use crate::stream::Stream;
 pub struct Kernel {
     /// Its name in PTX.
     pub name: &'static str,
-    /// Reads the arguments, as `cuLaunchKernel` passes them, and queues the work.
-    launch: unsafe fn(Arguments, &Arc<Stream>) -> Outcome<()>,
+    work: Work,
 }
 
-static KERNELS: [Kernel; 2] = [
-    Kernel { name: "nvte_ep_copy_topk_idx_i32", launch: copy_topk_idx::<4> },
-    Kernel { name: "nvte_ep_copy_topk_idx_i64", launch: copy_topk_idx::<8> },
+#[derive(Debug)]
+enum Work {
+    /// Reads the arguments, as `cuLaunchKernel` passes them, and queues the work; how many threads there would be makes no difference
+    /// to what it does.
+    InRust(unsafe fn(Arguments, &Arc<Stream>) -> Outcome<()>),
+    /// One of the native engine's, by its number in native/kernels.cc.
+    Native(u32),
+}
+
+static KERNELS: [Kernel; 7] = [
+    Kernel { name: "nvte_ep_copy_topk_idx_i32", work: Work::InRust(copy_topk_idx::<4>) },
+    Kernel { name: "nvte_ep_copy_topk_idx_i64", work: Work::InRust(copy_topk_idx::<8>) },
+    Kernel { name: "nvte_ep_native_prepare", work: Work::Native(0) },
+    Kernel { name: "nvte_ep_native_dispatch", work: Work::Native(1) },
+    Kernel { name: "nvte_ep_native_combine_bf16", work: Work::Native(2) },
+    Kernel { name: "nvte_ep_native_combine_f16", work: Work::Native(2) },
+    Kernel { name: "nvte_ep_native_combine_f32", work: Work::Native(2) },
 ];
 
 /// The kernels whose entries a PTX text has.
@@ -48,18 +62,22 @@ pub fn of_ptx(text: &str) -> Outcome<Vec<&'static Kernel>> {
 pub struct Arguments(pub *const *const c_void);
 
 impl Kernel {
-    /// Queues one launch; how many threads there would be makes no difference to what these kernels do.
+    /// Queues one launch of `blocks` blocks.
     ///
     /// # Safety
     ///
     /// `arguments` holds what the kernel's parameters are, and memory that it is given stays valid until the stream has
     /// got there.
-    pub unsafe fn launch(&self, arguments: Arguments, stream: &Arc<Stream>) -> Outcome<()> {
+    pub unsafe fn launch(&self, arguments: Arguments, blocks: u32, stream: &Arc<Stream>) -> Outcome<()> {
         if arguments.0.is_null() {
             return Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, format!("{}: kernelParams is NULL", self.name)));
         }
-        // SAFETY: passed on.
-        unsafe { (self.launch)(arguments, stream) }
+        match self.work {
+            // SAFETY: passed on.
+            Work::InRust(launch) => unsafe { launch(arguments, stream) },
+            // SAFETY: passed on.
+            Work::Native(kernel) => unsafe { native::launch(kernel, self.name, arguments, blocks, stream) },
+        }
     }
 }
 

@@ -18,7 +18,7 @@
 //! | [`check`], [`order`] | the contract checker: its rules; what a stream comes behind |
 //! | [`settings`] | the environment's numbers |
 //! | [`inject`] | faults that a test asks for |
-//! | [`kernels`] | the kernels that can be launched |
+//! | [`kernels`], [`native`] | the kernels that can be launched; those of the native engine |
 //!
 //! Ranks are processes of one machine, or threads of one process with a device each
 //! (see [`settings::DEVICES_VARIABLE`]).
@@ -45,6 +45,7 @@ pub mod kernels;
 pub mod line;
 pub mod machine;
 pub mod memory;
+pub mod native;
 pub mod order;
 pub mod settings;
 pub mod stats;

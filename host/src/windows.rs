@@ -52,6 +52,22 @@ impl Window {
         self.symmetric.as_ref().map(|symmetric| symmetric.number)
     }
 
+    /// Address in this process of a rank's part, at `offset`.
+    pub fn peer_address(&self, rank: i32, offset: usize) -> Outcome<usize> {
+        const FUNCTION: &str = "ncclGetPeerDevicePointer";
+        let symmetric = self.symmetric.as_ref();
+        let by_rank = symmetric.ok_or_else(|| usage(format!("{FUNCTION}: the window is not symmetric")))?;
+        let part = usize::try_from(rank).ok().and_then(|rank| by_rank.by_rank.get(rank));
+        match part {
+            Some(part) if offset < part.bytes => Ok(part.base + offset),
+            Some(part) => {
+                let text = format!("{FUNCTION}: offset {offset} in a window of {} bytes", part.bytes);
+                Err(usage(text).breaks(Rule::WindowBounds))
+            }
+            None => Err(usage(format!("{FUNCTION}: peer {rank} of {} ranks", by_rank.by_rank.len()))),
+        }
+    }
+
     /// Reports a use after the window was deregistered.
     pub fn check_registered(&self) -> Outcome<()> {
         if self.registered.load(Ordering::SeqCst) {

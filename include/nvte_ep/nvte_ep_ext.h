@@ -47,15 +47,15 @@ typedef struct NVTEEpExtMemoryUsage {
    */
   size_t struct_size;
   /**
-   * NCCL EP's buffers for rows, weights and scales on their way; computed from the configuration.
+   * The engine's buffers for rows, weights and scales on their way; of NCCL EP computed from the configuration.
    */
   uint64_t staging;
   /**
-   * NCCL EP's map of who sends to whom; computed.
+   * The engine's memory for the exchange of who sends to whom; of NCCL EP computed.
    */
   uint64_t routing_map;
   /**
-   * Scratch of NCCL EP's kernels; computed.
+   * Scratch of the engine's kernels; of NCCL EP computed.
    */
   uint64_t workspace;
   /**
@@ -98,6 +98,10 @@ typedef struct NVTEEpExtMemoryUsage {
    * Number of live registrations of nvte_ep_ext_window_register.
    */
   uint64_t registered;
+  /**
+   * The engine that moves the rows, as the option backend chose it: 1 is NCCL EP, 2 the native engine.
+   */
+  uint64_t engine;
 } NVTEEpExtMemoryUsage;
 
 #ifdef __cplusplus

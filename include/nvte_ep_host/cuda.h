@@ -52,11 +52,13 @@ typedef CUmod_st *CUmodule;
 
 typedef CUfunc_st *CUfunction;
 
+typedef unsigned int CUfunction_attribute_enum;
+
+typedef CUfunction_attribute_enum CUfunction_attribute;
+
 typedef unsigned int CUstream_flags_enum;
 
 typedef unsigned int CUevent_flags_enum;
-
-typedef unsigned int CUfunction_attribute_enum;
 
 typedef unsigned int CUstreamCaptureStatus_enum;
 
@@ -1177,6 +1179,16 @@ CUresult cuLaunchKernel(CUfunction f,
                         CUstream hStream,
                         void **kernelParams,
                         void **extra);
+
+/**
+ * Sets an attribute of a kernel; here there is nothing to set aside, and any amount of shared memory that a GPU has is there.
+ *
+ * The caller must ensure:
+ * `hfunc` is null or from `cuModuleGetFunction`.
+ */
+CUresult cuFuncSetAttribute(CUfunction hfunc,
+                            CUfunction_attribute attrib,
+                            int value);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -474,6 +474,14 @@ ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t win);
 ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t win, void **outUserPtr);
 
 /**
+ * Address at which this process reaches a peer's part of a symmetric window.
+ *
+ * The caller must ensure:
+ * `outPtr` is null or writable.
+ */
+ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, size_t offset, int peer, void **outPtr);
+
+/**
  * Description of a result code.
  *
  * The caller must ensure:

@@ -9,11 +9,10 @@
 #define EP_GPU 1
 #define EP_UNROLL _Pragma("unroll")
 #else
-#include <atomic>
-#include <chrono>
-#include <cstdint>
+#include <sched.h>
+#include <time.h>
+
 #include <cstring>
-#include <thread>
 #define EP_DEVICE inline
 #define EP_BOTH inline
 #define EP_GPU 0
@@ -219,7 +218,8 @@ EP_DEVICE u32 bits_of_float(float value) { return __float_as_uint(value); }
 
 constexpr u32 kWarp = 1;
 
-/// Called where another order of things is possible; tests put delays here.
+/// Called before this thread changes what others see: tests put delays here, and the host runtime notes that a role
+/// came further.
 inline void (*disturb)() = nullptr;
 inline void maybe_disturb() {
   if (disturb != nullptr) disturb();
@@ -242,9 +242,13 @@ struct Warp {
 
 inline void add_shared(u32* to, u32 value) { *to += value; }
 inline u64 nanoseconds() {
-  return static_cast<u64>(std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1));
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<u64>(now.tv_sec) * 1'000'000'000 + static_cast<u64>(now.tv_nsec);
 }
-inline void pause() { std::this_thread::yield(); }
+/// Called while a wait goes on. Who runs several roles on one thread lets the others run in it.
+inline void (*yield)() = [] { sched_yield(); };
+inline void pause() { yield(); }
 inline u32 bits_of(u64 bits) { return static_cast<u32>(__builtin_popcountll(bits)); }
 inline u32 first_bit(u64 bits) { return static_cast<u32>(__builtin_ctzll(bits)); }
 

@@ -312,6 +312,7 @@ impl EpGroup {
             handles,
             open_handles: open.len() as u64,
             symmetric: group.symm.statistics(),
+            engine: group.engine.kind() as u64,
         })
     }
 }

@@ -100,6 +100,8 @@ pub struct MemoryUsage {
     pub open_handles: u64,
     /// The symmetric pool.
     pub symmetric: PoolStatistics,
+    /// The number of the engine: 1 is NCCL EP, 2 the native engine.
+    pub engine: u64,
 }
 
 impl Group {

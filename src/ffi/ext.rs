@@ -38,11 +38,11 @@ pub struct NVTEEpExtRecvTotals {
 pub struct NVTEEpExtMemoryUsage {
     /// Size of this structure as its user knows it; set it before the call.
     pub struct_size: usize,
-    /// NCCL EP's buffers for rows, weights and scales on their way; computed from the configuration.
+    /// The engine's buffers for rows, weights and scales on their way; of NCCL EP computed from the configuration.
     pub staging: u64,
-    /// NCCL EP's map of who sends to whom; computed.
+    /// The engine's memory for the exchange of who sends to whom; of NCCL EP computed.
     pub routing_map: u64,
-    /// Scratch of NCCL EP's kernels; computed.
+    /// Scratch of the engine's kernels; of NCCL EP computed.
     pub workspace: u64,
     /// The library's own scratch.
     pub library: u64,
@@ -64,6 +64,8 @@ pub struct NVTEEpExtMemoryUsage {
     pub symm_segments: u64,
     /// Number of live registrations of nvte_ep_ext_window_register.
     pub registered: u64,
+    /// The engine that moves the rows, as the option backend chose it: 1 is NCCL EP, 2 the native engine.
+    pub engine: u64,
 }
 
 // SAFETY: repr(C), integers, the size first.
@@ -78,7 +80,7 @@ unsafe impl Versioned for NVTEEpExtMemoryUsage {
 
 const _: () = {
     assert!(size_of::<NVTEEpExtRecvTotals>() == 40);
-    assert!(size_of::<NVTEEpExtMemoryUsage>() == 112);
+    assert!(size_of::<NVTEEpExtMemoryUsage>() == 120);
 };
 
 impl Default for NVTEEpExtRecvTotals {
@@ -104,6 +106,7 @@ impl Default for NVTEEpExtMemoryUsage {
             symm_allocations: 0,
             symm_segments: 0,
             registered: 0,
+            engine: 0,
         }
     }
 }
@@ -117,7 +120,7 @@ impl From<RecvTotals> for NVTEEpExtRecvTotals {
 
 impl From<MemoryUsage> for NVTEEpExtMemoryUsage {
     fn from(usage: MemoryUsage) -> Self {
-        let MemoryUsage { group, library, handles, open_handles, symmetric } = usage;
+        let MemoryUsage { group, library, handles, open_handles, symmetric, engine } = usage;
         Self {
             struct_size: size_of::<Self>(),
             staging: group.staging,
@@ -133,6 +136,7 @@ impl From<MemoryUsage> for NVTEEpExtMemoryUsage {
             symm_allocations: symmetric.allocations,
             symm_segments: symmetric.segments,
             registered: symmetric.registered,
+            engine,
         }
     }
 }

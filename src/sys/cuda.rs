@@ -54,6 +54,7 @@ fn_table! {
         cuModuleLoadData: fn(*mut b::CUmodule, *const c_void) -> b::CUresult;
         cuModuleUnload: fn(b::CUmodule) -> b::CUresult;
         cuModuleGetFunction: fn(*mut b::CUfunction, b::CUmodule, *const c_char) -> b::CUresult;
+        cuFuncSetAttribute: fn(b::CUfunction, b::CUfunction_attribute, c_int) -> b::CUresult;
         cuLaunchKernel: fn(
             b::CUfunction,
             c_uint,
@@ -70,9 +71,7 @@ fn_table! {
         cuMemsetD8Async: fn(b::CUdeviceptr, c_uchar, usize, b::CUstream) -> b::CUresult;
         cuMemsetD32Async: fn(b::CUdeviceptr, c_uint, usize, b::CUstream) -> b::CUresult;
     }
-    optional {
-        cuFuncSetAttribute: fn(b::CUfunction, b::CUfunction_attribute, c_int) -> b::CUresult;
-    }
+    optional {}
 }
 
 /// A CUDA stream as its address; 0 is the default stream.

@@ -50,6 +50,7 @@ int cuMemFree_v2(uint64_t address) { return free((void*)(uintptr_t)address), 0; 
 int cuMemAllocHost_v2(void** address, size_t bytes) { return *address = malloc(bytes), 0; }
 int cuMemFreeHost(void* address) { return free(address), 0; }
 int cuMemGetInfo_v2(size_t* free_bytes, size_t* total) { return *free_bytes = *total = (size_t)1 << 40, 0; }
+NO_OP(cuFuncSetAttribute, void* function, int attribute, int value)
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void* stream) {
   (void)stream;
   memcpy((void*)(uintptr_t)to, from, bytes);

@@ -1,6 +1,6 @@
 //! Modules and kernel launches of the CUDA driver interface.
 
-use std::ffi::{CStr, c_char, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use nvte_ep_bindings::*;
 
@@ -8,6 +8,9 @@ use super::cuda_driver::on_stream;
 use super::{driver_current, put};
 use crate::fault::Fault;
 use crate::kernels::{self, Arguments, Kernel};
+
+/// Shared memory that a block may have, as on the GPU that devices report to be.
+const SHARED_BYTES: c_int = 227 * 1024;
 
 /// The kernels of one loaded image; behind every `CUmodule`.
 struct Module(Vec<&'static Kernel>);
@@ -113,6 +116,25 @@ pub unsafe extern "C" fn cuLaunchKernel(
         // SAFETY: `cuModuleGetFunction` gives out static kernels only.
         let kernel = unsafe { &*f.cast::<Kernel>() };
         // SAFETY: the caller's contract.
-        unsafe { kernel.launch(Arguments(kernelParams.cast_const().cast()), &stream) }
+        unsafe { kernel.launch(Arguments(kernelParams.cast_const().cast()), gridDimX, &stream) }
+    })
+}
+
+/// Sets an attribute of a kernel; here there is nothing to set aside, and any amount of shared memory that a GPU has is there.
+///
+/// # Safety
+///
+/// `hfunc` is null or from `cuModuleGetFunction`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuFuncSetAttribute(hfunc: CUfunction, attrib: CUfunction_attribute, value: c_int) -> CUresult {
+    driver_current(|_| {
+        if hfunc.is_null() {
+            return Err(Fault::cuda(CUDA_ERROR_INVALID_HANDLE, "cuFuncSetAttribute: the function is NULL"));
+        }
+        if attrib != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES || !(0..=SHARED_BYTES).contains(&value) {
+            let text = format!("cuFuncSetAttribute: attribute {attrib} with the value {value}");
+            return Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, text));
+        }
+        Ok(())
     })
 }

@@ -474,6 +474,26 @@ pub unsafe extern "C" fn ncclWinGetUserPtr(
     })
 }
 
+/// Address at which this process reaches a peer's part of a symmetric window.
+///
+/// # Safety
+///
+/// `outPtr` is null or writable.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "parameter names of the C interface")]
+pub unsafe extern "C" fn ncclGetPeerDevicePointer(
+    window: ncclWindow_t,
+    offset: usize,
+    peer: c_int,
+    outPtr: *mut *mut c_void,
+) -> ncclResult_t {
+    nccl(|| {
+        let address = comm::window(window)?.peer_address(peer, offset)?;
+        // SAFETY: the caller's contract.
+        unsafe { put(outPtr, address as *mut c_void) }
+    })
+}
+
 /// Description of a result code.
 ///
 /// # Safety

@@ -163,6 +163,14 @@ pub(super) struct HeaderOut {
 }
 
 impl Engine {
+    /// Which one it is.
+    pub(super) const fn kind(&self) -> EngineKind {
+        match self {
+            Self::NcclEp(_) => EngineKind::NcclEp,
+            Self::Native(_) => EngineKind::Native,
+        }
+    }
+
     /// Bytes of handle memory behind the header that a layer needs.
     ///
     /// # Errors

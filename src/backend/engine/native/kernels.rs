@@ -4,7 +4,7 @@ use super::layout::{
     COMBINE_THREADS, CombineArguments, DISPATCH_THREADS, DispatchArguments, PREPARE_THREADS, PrepareArguments,
     SHARED_BYTES,
 };
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::sys::cuda::{Cuda, Stream};
 use crate::sys::module::{Function, Grid, Module};
 use nvte_ep_bindings as b;
@@ -26,18 +26,14 @@ impl Kernels {
     /// Loads them into the current context; the driver translates them for its GPU, or finds them in its cache.
     ///
     /// # Errors
-    /// The driver's; on the host runtime, that it has no such kernels.
+    /// The driver's.
     pub(super) fn load(cuda: &'static Cuda) -> Result<Self> {
-        let set_attribute = cuda.cuFuncSetAttribute.ok_or_else(|| Error::Preflight {
-            problem: "the native engine's kernels run on GPUs only".into(),
-            remedy: "set the option backend, or NVTE_EP_BACKEND, to nccl_ep or auto".into(),
-        })?;
         let module = Module::load(cuda, PTX)?;
         let function = |name: &CStr| {
             let function = module.function(name)?;
             let (attribute, bytes) = (b::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, SHARED_BYTES as c_int);
             // SAFETY: the function is live.
-            let code = unsafe { set_attribute(function.0, attribute, bytes) };
+            let code = unsafe { (cuda.cuFuncSetAttribute)(function.0, attribute, bytes) };
             cuda.check("cuFuncSetAttribute", code).map(|()| function)
         };
         let (prepare, dispatch) = (function(c"nvte_ep_native_prepare")?, function(c"nvte_ep_native_dispatch")?);
