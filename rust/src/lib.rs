@@ -121,7 +121,7 @@
 //! | training | keeps the [`Prepared`] from the forward to the backward |
 //! | activation recomputation | dispatches again before the backward; the step still has the routing |
 //! | micro-batches, 1F1B | has a handle for each micro-batch in flight; [`Prepared::finish`] gives it back to a queue |
-//! | CUDA graphs | captures the calls on its stream; after a launch, [`HandleMemory::resume`] takes up the graph's routing |
+//! | CUDA graphs | makes the step once, captures it on its stream; after a launch, [`HandleMemory::resume`] takes up its routing |
 //! | zero copy | [`GroupBuilder::zero_copy`], and receive buffers of [`Group::symmetric`] |
 //! | eager | [`GroupBuilder::eager`], and receive buffers of [`Prepared::recv_totals`] rows |
 //! | MXFP8 | [`Rows::with_scales`] and [`RowsMut::with_scales`] |
@@ -137,7 +137,8 @@
 //! # Features
 //!
 //! * `cudarc`: `CudaSlice`, `CudaView` and `CudaViewMut` are arguments, and `&CudaStream` is a [`Stream`]. cudarc's events order
-//!   the calls with all other use of the memory, so programs need no `unsafe`. A feature of
+//!   the calls with all other use of the memory, so programs need no `unsafe`. (In a capture a stream cannot wait for events
+//!   of before: a program with graphs calls `CudaContext::disable_event_tracking` first, and orders the use itself.) A feature of
 //!   cudarc chooses the CUDA version; without one it is that of nvcc, or else the newest.
 //! * `half`: `half::bf16` and `half::f16` are token types. Without it there are [`BFloat16`] and [`Float16`].
 

@@ -171,7 +171,8 @@ impl<S: DeviceSliceMut<Element = f32>> Step<'_, S> {
         assert_eq!((counts.iter().sum::<i32>(), totals.needed), (total, total as u64));
         assert!(counts.iter().all(|count| (*count as usize).is_multiple_of(ALIGNMENT)) && totals.dropped == 0);
 
-        let factors = factors(&counts, &recv_weights.get(total as usize));
+        let received_weights = recv_weights.get(total as usize);
+        let factors = factors(&counts, &received_weights);
         let received = (self.get)(&self.recv, total as usize * H);
         let mut out = received.clone();
         experts_work(&mut out, &factors);
@@ -191,7 +192,7 @@ impl<S: DeviceSliceMut<Element = f32>> Step<'_, S> {
             let own = row * H..(row + 1) * H;
             received[own.clone()].iter().zip(&grad_out[own]).map(|(a, b)| a * b).sum()
         };
-        let expert = |row: usize| factors[row] / recv_weights.get(total as usize)[row].max(f32::MIN_POSITIVE);
+        let expert = |row: usize| factors[row] / received_weights[row].max(f32::MIN_POSITIVE);
         let by_weight: Vec<f32> =
             (0..total as usize).map(|row| if factors[row] == 0.0 { 0.0 } else { dot(row) * expert(row) }).collect();
         experts_work(&mut grad_out, &factors);
@@ -355,6 +356,96 @@ fn a_dropped_routing_is_taken_up_again_and_mistakes_are_told() {
     });
     let start = format!("nvte_ep_ext_memory_usage: the EP group is on device {}, and the calling thread's", rank());
     assert!(device_of_thread.starts_with(&start), "{device_of_thread}");
+    drop(handle);
+    group.shutdown().unwrap();
+}
+
+/// For each row of this rank's slabs the rank and the token that it comes from; none in the padding.
+fn sources(batch: usize) -> Vec<Option<(usize, usize)>> {
+    let mut rows = Vec::new();
+    for e in rank() * LOCAL..(rank() + 1) * LOCAL {
+        let of = |r: usize| {
+            let experts = experts(r, batch);
+            (0..T).filter(move |t| experts[t * K..][..K].contains(&(e as i64))).map(move |t| Some((r, t)))
+        };
+        rows.extend((0..RANKS).flat_map(of));
+        rows.resize(rows.len().next_multiple_of(ALIGNMENT), None);
+    }
+    rows
+}
+
+#[test]
+fn scaled_rows_arrive_with_their_scales() {
+    if as_ranks("scaled_rows_arrive_with_their_scales") {
+        return;
+    }
+    const WIDE: usize = 512;
+    let device = Alone::on(rank() as i32);
+    let group = builder().max_recv_tokens_per_rank(C as u32).hidden_dim(WIDE as u32).build().unwrap();
+    let mut handle = group.layer(LAYER).unwrap().handle().unwrap();
+    let byte = |r: usize, i: usize| (noise(r * 77_777 + i) % 120) as u8;
+    let data: Vec<_> = (0..T * WIDE).map(|i| Float8E4M3(byte(rank(), i))).collect();
+    let scales: Vec<_> = (0..T * WIDE / 32).map(|i| Float8E8M0(byte(rank() + 9, i))).collect();
+    let (data, scales) = (device.filled(&data), device.filled(&scales));
+    let (mut recv, mut recv_scales) = (device.zeros::<Float8E4M3>(C * WIDE), device.zeros::<Float8E8M0>(C * WIDE / 32));
+    let (topk_idx, mut counts) = (device.filled(&experts(rank(), 0)), device.zeros::<i64>(LOCAL));
+    let prepare = Prepare { topk_idx: &*topk_idx, token_counts: &mut *counts, total: None };
+    let step = handle.prepare(prepare, Stream::DEFAULT).unwrap();
+    let unscaled = Dispatch {
+        tokens: Rows::new(&*data, WIDE).with_scales(&*scales),
+        recv_tokens: RowsMut::new(&mut *recv, WIDE),
+        weights: None,
+    };
+    let error = step.dispatch(unscaled, Stream::DEFAULT).unwrap_err();
+    assert_eq!(error.argument(), Some("recv_tokens"), "{error}");
+    let dispatch = Dispatch {
+        tokens: Rows::new(&*data, WIDE).with_scales(&*scales),
+        recv_tokens: RowsMut::new(&mut *recv, WIDE).with_scales(&mut *recv_scales),
+        weights: None,
+    };
+    step.dispatch(dispatch, Stream::DEFAULT).unwrap();
+    let (recv, recv_scales) = (recv.get(C * WIDE), recv_scales.get(C * WIDE / 32));
+    let sources = sources(0);
+    assert!(sources.iter().flatten().count() > T, "many rows are compared");
+    for (row, source) in sources.into_iter().enumerate() {
+        let Some((from, token)) = source else { continue };
+        assert!((0..WIDE).all(|i| recv[row * WIDE + i].0 == byte(from, token * WIDE + i)), "row {row}");
+        let width = WIDE / 32;
+        assert!((0..width).all(|i| recv_scales[row * width + i].0 == byte(from + 9, token * width + i)), "row {row}");
+    }
+    drop(handle);
+    group.shutdown().unwrap();
+}
+
+#[test]
+fn registered_memory_is_symmetric_until_it_is_not() {
+    if as_ranks("registered_memory_is_symmetric_until_it_is_not") {
+        return;
+    }
+    let device = Alone::on(rank() as i32);
+    let group = builder().max_recv_tokens_per_rank(C as u32).zero_copy(true).build().unwrap();
+    let mut handle = group.layer(LAYER).unwrap().handle().unwrap();
+    let mut pointer = std::ptr::null_mut();
+    let alloc = loaded().nccl.ncclMemAlloc.unwrap();
+    // SAFETY: `pointer` is live.
+    assert_eq!(unsafe { alloc(&raw mut pointer, C * H * 4) }, 0);
+    let address = pointer.expose_provenance() as u64;
+    // SAFETY: the memory is NCCL's, of this size, and freed after its registration.
+    let recv = unsafe { group.register::<f32>(address, C * H) }.unwrap();
+    assert_eq!(group.memory_usage().unwrap().registered, 1);
+    let mut step = Step {
+        device: &device,
+        batch: 1,
+        recv,
+        rows_in_recv: C,
+        get: |recv, len| get(loaded(), recv.address(), len),
+        put: |recv, values| put(loaded(), recv.address(), values),
+    };
+    step.run(&mut handle);
+    step.recv.deregister().unwrap();
+    assert_eq!(group.memory_usage().unwrap().registered, 0);
+    // SAFETY: the window over it is gone.
+    assert_eq!(unsafe { loaded().nccl.ncclMemFree.unwrap()(pointer) }, 0);
     drop(handle);
     group.shutdown().unwrap();
 }
