@@ -357,6 +357,8 @@ pub struct MemoryUsage {
     pub symm_segments: u64,
     /// Number of live [`RegisteredSlice`]s.
     pub registered: u64,
+    /// What moves the rows.
+    pub backend: Backend,
 }
 
 impl MemoryUsage {
@@ -369,7 +371,7 @@ impl MemoryUsage {
 
 impl From<backend::MemoryUsage> for MemoryUsage {
     fn from(usage: backend::MemoryUsage) -> Self {
-        let backend::MemoryUsage { group, library, handles, open_handles, symmetric } = usage;
+        let backend::MemoryUsage { group, library, handles, open_handles, symmetric, engine } = usage;
         let GroupMemory { staging, routing_map, workspace } = group;
         let PoolStatistics { reserved, in_use, peak, allocations, segments, registered } = symmetric;
         Self {
@@ -385,6 +387,8 @@ impl From<backend::MemoryUsage> for MemoryUsage {
             symm_allocations: allocations,
             symm_segments: segments,
             registered,
+            // The core numbers them: 1 and 2.
+            backend: if engine == 2 { Backend::Native } else { Backend::NcclEp },
         }
     }
 }

@@ -261,8 +261,23 @@ fn staged_steps() {
     (0..3).for_each(|batch| step_over(&device, batch, C).run(&mut handle));
     let usage = group.memory_usage().unwrap();
     assert_eq!((usage.handles, usage.handle_memory), (1, layer.handle_bytes() as u64));
+    assert_eq!(usage.backend, Backend::NcclEp);
     drop(handle);
     assert_eq!(group.memory_usage().unwrap().handles, 0, "a handle's registration ends with it");
+    group.shutdown().unwrap();
+}
+
+#[test]
+fn native_steps() {
+    if as_ranks("native_steps") {
+        return;
+    }
+    let device = Alone::on(rank() as i32);
+    let group = builder().max_recv_tokens_per_rank(C as u32).backend(Backend::Native).build().unwrap();
+    assert_eq!(group.memory_usage().unwrap().backend, Backend::Native);
+    let mut handle = group.layer(LAYER).unwrap().handle().unwrap();
+    step_over(&device, 0, C).run(&mut handle);
+    drop(handle);
     group.shutdown().unwrap();
 }
 
