@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use crate::fault::{self, Fault, Outcome};
 use crate::float::DefaultEnvironment;
 use crate::memory::{self, Span};
-use crate::{comm, device, inject};
+use crate::{comm, device, inject, settings};
 
 /// Environment variable with the [`Policy`].
 pub const POLICY_VARIABLE: &str = "NVTE_EP_HOST_CHECK";
@@ -344,6 +344,7 @@ pub fn tensor_memory(name: &str, span: &Span, device: i32) -> Outcome<()> {
                 let text = format!("{name}: {address:#x} is in {} bytes that have been freed", there.bytes);
                 Err(Fault::both(cudaErrorInvalidValue, ncclInvalidArgument, text).breaks(Rule::FreedMemory))
             }
+            None if settings::pageable_memory() => Ok(()),
             None => {
                 let text = format!("{name}: {bytes} bytes at {address:#x} are pageable host memory");
                 breach(Rule::DeviceMemory, text)

@@ -1,6 +1,7 @@
-//! The variables of the environment that hold a number, read once.
+//! What can be set: the variables of the environment that hold a number, read once, and what a program says by a call.
 
 use std::sync::LazyLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Time in milliseconds that a rank waits for its peers.
@@ -40,6 +41,19 @@ fn read(get: impl Fn(&str) -> Option<std::ffi::OsString>) -> Result<Settings, St
     let timeout = Duration::from_millis(number(TIMEOUT_VARIABLE, MOST_MS)?.unwrap_or(default));
     let devices = number(DEVICES_VARIABLE, MOST_DEVICES)?.unwrap_or(1);
     Ok(Settings { timeout, devices })
+}
+
+/// Whether the devices reach pageable memory, as those do whose kernel shares its page tables with GPUs.
+static PAGEABLE: AtomicBool = AtomicBool::new(false);
+
+/// Says whether the devices reach pageable memory.
+pub fn set_pageable_memory(on: bool) {
+    PAGEABLE.store(on, Ordering::Relaxed);
+}
+
+/// Whether the devices reach pageable memory.
+pub fn pageable_memory() -> bool {
+    PAGEABLE.load(Ordering::Relaxed)
 }
 
 /// A hundred years.

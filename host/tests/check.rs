@@ -12,7 +12,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use common::*;
 use nvte_ep_bindings::*;
 use nvte_ep_host::check::{POLICY_VARIABLE, Policy, Rule};
-use nvte_ep_host::surface::host_ext::{nvte_ep_host_check_last, nvte_ep_host_check_reports};
+use nvte_ep_host::surface::cuda_driver::cuDeviceGetAttribute;
+use nvte_ep_host::surface::cuda_driver_memory::cuPointerGetAttributes;
+use nvte_ep_host::surface::host_ext::{
+    nvte_ep_host_check_last, nvte_ep_host_check_reports, nvte_ep_host_set_pageable_memory,
+};
 
 const RULE: &str = "NVTE_EP_HOST_TEST_RULE";
 const TOKENS: usize = 8;
@@ -793,6 +797,50 @@ fn many_breaches() {
     }
     rank.sync();
     assert_eq!(reports(Rule::DeviceMemory), 40);
+}
+
+#[test]
+fn pageable_memory_may_be_said_to_be_reached() {
+    let id = hex(&unique_id());
+    passed(0, &spawn_rank_with("pageable", &id, 0, 1, 60_000, &[]).wait_with_output().unwrap());
+}
+
+#[test]
+#[ignore = "run by pageable_memory_may_be_said_to_be_reached"]
+fn pageable() {
+    let rank = join_as_process();
+    let bench = Bench::new(&rank);
+    let mut routing = [0i64; TOKENS];
+    let mut update = || bench.update_of(Desc::new(routing.as_mut_ptr().cast(), ncclInt64, &[TOKENS, 1]), rank.stream);
+    let known = |address| {
+        let (mut kind, mut attribute, mut bytes, mut range) =
+            (0u32, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, 0usize, CU_POINTER_ATTRIBUTE_RANGE_SIZE);
+        let (mut to_kind, mut to_bytes) = ((&raw mut kind).cast(), (&raw mut bytes).cast());
+        // SAFETY: each attribute has a place of its type.
+        ok(unsafe { cuPointerGetAttributes(1, &raw mut attribute, &raw mut to_kind, address) });
+        // SAFETY: as above.
+        ok(unsafe { cuPointerGetAttributes(1, &raw mut range, &raw mut to_bytes, address) });
+        (kind, bytes > 0)
+    };
+    let reaches = || {
+        let mut value = 0;
+        // SAFETY: the result is ours.
+        ok(unsafe { cuDeviceGetAttribute(&raw mut value, CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS, 0) });
+        value
+    };
+    let address = (&raw const rank as usize) as u64;
+    assert_eq!((known(address), reaches()), ((0, false), 0));
+    assert_eq!(update(), ncclInvalidUsage);
+    // SAFETY: no preconditions.
+    unsafe { nvte_ep_host_set_pageable_memory(1) };
+    assert_eq!((known(address), reaches()), ((cudaMemoryTypeDevice, true), 1));
+    nccl_ok(update());
+    // SAFETY: no preconditions.
+    unsafe { nvte_ep_host_set_pageable_memory(0) };
+    assert_eq!((known(address), reaches()), ((0, false), 0));
+    assert_eq!(update(), ncclInvalidUsage);
+    rank.sync();
+    assert_eq!(reports(Rule::DeviceMemory), 2);
 }
 
 #[test]

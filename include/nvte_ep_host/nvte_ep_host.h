@@ -119,6 +119,16 @@ uint64_t nvte_ep_host_check_reports(const char *rule);
 const char *nvte_ep_host_check_last(void);
 
 /**
+ * Says whether the devices of this process reach pageable memory, as those of machines do whose kernel shares its page tables with
+ * GPUs: 1, or 0, as it is at the start. With 1, tensors may lie anywhere, as a framework's tensors on the CPU do; what else the
+ * contract checker looks for stays. Call it before the first group.
+ *
+ * The caller must ensure:
+ * Always safe to call.
+ */
+void nvte_ep_host_set_pageable_memory(int on);
+
+/**
  * Version of the host runtime.
  *
  * The caller must ensure:

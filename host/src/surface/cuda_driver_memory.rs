@@ -10,7 +10,7 @@ use crate::check::{self, Policy};
 use crate::device;
 use crate::fault::{Fault, Outcome};
 use crate::memory::{self, Allocation, Kind};
-use crate::{copy, machine};
+use crate::{copy, machine, settings};
 
 /// Allocates device memory.
 ///
@@ -323,12 +323,12 @@ pub unsafe extern "C" fn cuPointerGetAttributes(
     })
 }
 
-/// The allocation that holds an address. Where the contract checker takes any memory for a device's, all the rest of the
-/// address space is one allocation of the current device.
+/// The allocation that holds an address. Where devices reach pageable memory, or the contract checker takes any memory for a
+/// device's, all the rest of the address space is one allocation of the current device.
 fn allocation_at(ptr: CUdeviceptr) -> Option<Allocation> {
     let address = ptr as usize;
     memory::find(address).or_else(|| {
-        let anything = check::policy().is_ok_and(|policy| policy != Policy::Error);
+        let anything = settings::pageable_memory() || check::policy().is_ok_and(|policy| policy != Policy::Error);
         let device = device::selected().ordinal;
         let bytes = (usize::MAX >> 1) - address.min(usize::MAX >> 1);
         (anything && address != 0).then_some(Allocation { base: address, bytes, kind: Kind::Device, device, id: 0 })

@@ -10,7 +10,7 @@ use nvte_ep_bindings::{cudaErrorInvalidValue, cudaSuccess};
 use crate::check::{self, Rule};
 use crate::device;
 use crate::stats::COUNTERS;
-use crate::{comm, inject, memory, stream};
+use crate::{comm, inject, memory, settings, stream};
 
 /// What the host runtime has done in this process, for leak checks and tests.
 #[repr(C)]
@@ -140,6 +140,18 @@ pub unsafe extern "C" fn nvte_ep_host_check_last() -> *const c_char {
     // A thread that is ending has no place for the text any more.
     let stored = TEXT.try_with(|text| text.replace(fresh));
     stored.and_then(|_| TEXT.try_with(|text| text.borrow().as_ptr())).unwrap_or(c"".as_ptr())
+}
+
+/// Says whether the devices of this process reach pageable memory, as those of machines do whose kernel shares its page tables with
+/// GPUs: 1, or 0, as it is at the start. With 1, tensors may lie anywhere, as a framework's tensors on the CPU do; what else the
+/// contract checker looks for stays. Call it before the first group.
+///
+/// # Safety
+///
+/// Always safe to call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvte_ep_host_set_pageable_memory(on: c_int) {
+    settings::set_pageable_memory(on != 0);
 }
 
 /// Version of the host runtime.
