@@ -15,9 +15,9 @@ pub struct Limits {
     pub experts_multiple: u32,
     /// The engine is told a limit of tokens that is a multiple of this; a higher limit changes no result.
     pub tokens_multiple: u32,
-    /// A row has a multiple of so many bytes.
+    /// A row has a multiple of so many bytes, a power of two.
     pub row_bytes_multiple: usize,
-    /// A row has a multiple of so many elements.
+    /// A row has a multiple of so many elements, a power of two.
     pub row_elements_multiple: usize,
     /// An MXFP8 row has a multiple of so many elements, since its scales move as a row of their own.
     pub mxfp8_elements_multiple: usize,
@@ -96,4 +96,9 @@ pub static NATIVE: Limits = Limits {
         power_of_two_experts: false,
         aligned_capacity: false,
     },
+};
+
+const _: () = {
+    assert!(NCCL_EP.row_bytes_multiple.is_power_of_two() && NCCL_EP.row_elements_multiple.is_power_of_two());
+    assert!(NATIVE.row_bytes_multiple.is_power_of_two() && NATIVE.row_elements_multiple.is_power_of_two());
 };

@@ -178,10 +178,10 @@ impl<'g> HandleMemory<'g> {
         let stream = stream.into();
         let topk_idx = self.group.call("nvte_ep_prepare", |ep| {
             let mut uses = Uses::new();
-            let call = call.views(self.config.top_k, &stream, &mut uses)?;
+            let mut call = call.views(self.config.top_k, &stream, &mut uses)?;
             let claim = LayerClaim::Registered(self.config.alignment);
             // SAFETY: what is lent is device memory until the work is done, and the stream lives.
-            unsafe { ep.prepare(&self.handle, claim, &call, stream.raw) }?;
+            unsafe { ep.prepare(&self.handle, claim, &mut call, stream.raw) }?;
             Ok(call.topk_idx)
         })?;
         Ok(Prepared::new(self, topk_idx))
@@ -201,11 +201,11 @@ impl<'g> HandleMemory<'g> {
         let topk_idx = self.group.call("nvte_ep_prepare_and_dispatch", |ep| {
             let mut uses = Uses::new();
             let mut more = Uses::new();
-            let prepare = prepare.views(self.config.top_k, &stream, &mut uses)?;
+            let mut prepare = prepare.views(self.config.top_k, &stream, &mut uses)?;
             let mut dispatch = dispatch.views(prepare.topk_idx, self.config.top_k, &stream, &mut more)?;
             let claim = LayerClaim::Registered(self.config.alignment);
             // SAFETY: what is lent is device memory until the work is done, and the stream lives.
-            unsafe { ep.prepare_and_dispatch(&self.handle, claim, &prepare, &mut dispatch, stream.raw) }?;
+            unsafe { ep.prepare_and_dispatch(&self.handle, claim, &mut prepare, &mut dispatch, stream.raw) }?;
             Ok(prepare.topk_idx)
         })?;
         Ok(Prepared::new(self, topk_idx))

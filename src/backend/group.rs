@@ -12,7 +12,7 @@ use crate::config::{GroupConfig, LayerConfig, RecvCapacity};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::memory::HEADER_BYTES;
-use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Payloads, Prepare, Prepared, Ranges, Touches};
+use crate::ops::{Arguments, Combine, CombineBwd, Dispatch, DispatchBwd, Prepare, Prepared, Ranges};
 use crate::progress::{Call, Step};
 use crate::symm_pool;
 use crate::sys::cuda::{Stream, StreamState};
@@ -61,14 +61,19 @@ impl EpGroup {
     /// # Safety
     /// The tensors are device memory of the described extent, live until the queued work is done; `stream` is a stream
     /// of the group's device; every rank makes the same calls in the same order.
-    pub unsafe fn prepare(&self, handle: &HandleRef, claim: LayerClaim, call: &Prepare, stream: Stream) -> Result<()> {
+    pub unsafe fn prepare(
+        &self,
+        handle: &HandleRef,
+        claim: LayerClaim,
+        call: &mut Prepare,
+        stream: Stream,
+    ) -> Result<()> {
         self.watched(|group, watch| {
             // SAFETY: passed on.
             let state = unsafe { group.enter(stream) }?;
             let layer = group.claimed_layer(handle, claim)?;
             let prepared = call.check(&group.config, &layer.config)?;
-            group.check_prepare_memory(call)?;
-            require_disjoint(handle, &layer, true, [call])?;
+            group.resolve_windows(call)?.require_disjoint(&handle.mem, layer.mem_bytes(), call)?;
             // SAFETY: passed on.
             unsafe { group.prepare(watch, handle, &layer, call, prepared, (stream, state)) }
         })
@@ -86,7 +91,7 @@ impl EpGroup {
         &self,
         handle: &HandleRef,
         claim: LayerClaim,
-        prepare: &Prepare,
+        prepare: &mut Prepare,
         call: &mut Dispatch,
         stream: Stream,
     ) -> Result<()> {
@@ -95,13 +100,13 @@ impl EpGroup {
             let state = unsafe { group.enter(stream) }?;
             let layer = group.claimed_layer(handle, claim)?;
             let mut prepared = prepare.check(&group.config, &layer.config)?;
-            group.check_prepare_memory(prepare)?;
+            group.resolve_windows(prepare)?;
             group.find_scales(call);
             let is_eager = group.config.recv_capacity == RecvCapacity::Eager;
             let given = is_eager.then_some(*call);
             call.check(&group.config, &layer.config, prepared)?;
             group.resolve_windows(call)?;
-            require_disjoint(handle, &layer, true, [prepare as &dyn Touches, call])?;
+            Ranges::new::<Prepare>(&handle.mem, layer.mem_bytes()).with(prepare).with(call).require_disjoint()?;
             // SAFETY: passed on.
             unsafe { group.prepare(watch, handle, &layer, prepare, prepared, (stream, state)) }?;
             if let Some(given) = given {
@@ -125,7 +130,7 @@ impl EpGroup {
     ///
     /// # Safety
     /// As [`EpGroup::prepare`].
-    unsafe fn run_prepared<C: Payloads + Touches>(
+    unsafe fn run_prepared<C: Arguments>(
         &self,
         handle: &HandleRef,
         call: &mut C,
@@ -150,8 +155,7 @@ impl EpGroup {
                 // What the first check cut stays cut: to the group's capacity, which is the same for all memory.
                 check(call, &group.config, &layer.config, prepared)?;
             }
-            group.resolve_windows(call)?;
-            require_disjoint(handle, &layer, false, [&*call])?;
+            group.resolve_windows(call)?.require_disjoint(&handle.mem, layer.mem_bytes(), call)?;
             let step = call.step(&layer.config);
             let run = |engine: &Engine, open: &Handle| run(engine, open, call);
             // SAFETY: passed on.
@@ -385,7 +389,6 @@ impl Group {
     #[inline]
     fn open(&mut self, handle: &HandleRef, layer: &Layer, prepared: Option<Prepared>) -> Result<()> {
         let tokens = prepared.map(|prepared| prepared.num_tokens);
-        self.handles.require_place(handle.key, handle.mem.data)?;
         if self.handles.ready(handle.key, handle.mem.data, &layer.config, tokens) {
             return Ok(());
         }
@@ -394,6 +397,7 @@ impl Group {
 
     #[inline(never)]
     fn open_anew(&mut self, handle: &HandleRef, layer: &Layer, tokens: Option<usize>) -> Result<()> {
+        self.handles.require_place(handle.key, handle.mem.data)?;
         let memory = handle.mem.bytes(HEADER_BYTES, layer.engine_bytes);
         // SAFETY: the memory is the caller's, of the size that was checked, for as long as the handle is used.
         let opened = unsafe { self.engine.open(&layer.config, &memory) }?;
@@ -404,19 +408,6 @@ impl Group {
         }
         Ok(())
     }
-}
-
-/// Calls over the memory of `handle` that were checked: none of them writes what another argument holds.
-#[inline]
-fn require_disjoint<T: Touches + ?Sized, const N: usize>(
-    handle: &HandleRef,
-    layer: &Layer,
-    is_prepare: bool,
-    calls: [&T; N],
-) -> Result<()> {
-    let mut ranges = Ranges::new(&handle.mem, layer.mem_bytes(), is_prepare);
-    calls.into_iter().for_each(|call| call.touches(&mut ranges));
-    ranges.require_disjoint()
 }
 
 /// The total in the header of a handle memory, in the data type of the counts that prepare writes.

@@ -5,15 +5,15 @@ use super::residency::Fit;
 use crate::config::Dialect;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::ops::{Payloads, Prepare, scales_of};
+use crate::ops::{Arguments, Extents, scales_of};
 use crate::tensor::TensorView;
 
 impl Group {
     /// In the ABI whose windows have no place for scales, those of rows that lie in a window are looked up by their
     /// address.
     #[inline]
-    pub(super) fn find_scales(&self, call: &mut impl Payloads) {
-        for rows in call.payloads().into_iter().flatten() {
+    pub(super) fn find_scales(&self, call: &mut impl Arguments) {
+        for rows in call.tensors().into_iter().flatten() {
             let (Some(_), Some(scales)) = (rows.window, &mut rows.scales) else { continue };
             if self.config.dialect == Dialect::REGISTER_LAYER {
                 scales.window = self.symm.place_of(scales.data).map(|place| place.window);
@@ -21,20 +21,29 @@ impl Group {
         }
     }
 
-    /// Checks where a call's tensors lie. Those that peers do not reach go by their addresses from here on: nothing is gained
-    /// by a window there, and NCCL EP (0.1.0) does not look at all of them.
+    /// Checks where a call's tensors lie, and says so. Those that peers do not reach go by their addresses from here on: nothing
+    /// is gained by a window there, and NCCL EP (0.1.0) does not look at all of them.
     #[inline]
-    pub(super) fn resolve_windows(&mut self, call: &mut impl Payloads) -> Result<()> {
-        for (index, tensor) in call.payloads().into_iter().enumerate() {
+    pub(super) fn resolve_windows(&mut self, call: &mut impl Arguments) -> Result<Extents> {
+        let mut extents = Extents::NONE;
+        for (index, tensor) in call.tensors().into_iter().enumerate() {
             match tensor {
                 Some(tensor) if tensor.window.is_some() || tensor.scales.is_some() => {
-                    self.resolve(tensor, index == 0 && self.engine.reaches_windows())?
+                    self.resolve(tensor, index == 0 && self.engine.reaches_windows())?;
+                    match tensor.scales {
+                        None if tensor.data != 0 => extents.set(index, tensor, tensor.byte_len()),
+                        _ => extents.set_partial(),
+                    }
                 }
-                Some(tensor) => self.require_reachable(tensor)?,
+                Some(tensor) => {
+                    let bytes = tensor.byte_len();
+                    self.residency.check(&self.base.cuda, tensor, bytes, Fit::Reachable)?;
+                    extents.set(index, tensor, bytes);
+                }
                 None => {}
             }
         }
-        Ok(())
+        Ok(extents)
     }
 
     /// Checks where a tensor with windows or scales lies.
@@ -78,11 +87,6 @@ impl Group {
     #[inline]
     fn require_reachable(&mut self, tensor: &TensorView) -> Result<()> {
         self.residency.check(&self.base.cuda, tensor, tensor.byte_len(), Fit::Reachable)
-    }
-
-    pub(super) fn check_prepare_memory(&mut self, call: &Prepare) -> Result<()> {
-        self.require_reachable(&call.topk_idx)?;
-        [&call.token_counts, &call.total].into_iter().flatten().try_for_each(|tensor| self.require_reachable(tensor))
     }
 
     /// Handle memory of at least `bytes` bytes on the group's device.

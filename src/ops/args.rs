@@ -75,62 +75,93 @@ pub struct CombineBwd {
     pub grad_expert_out: TensorView,
 }
 
-/// A call's tensors that may lie in symmetric memory.
-pub(crate) trait Payloads {
+/// A call's tensors, handle memory excepted, of which there are at most so many.
+pub(crate) const MOST_TENSORS: usize = 4;
+
+/// What all calls have: tensors, in one order.
+pub(crate) trait Arguments {
     /// The call.
     const CALL: Call;
+    /// Which of its tensors it writes; it reads the others.
+    const WRITTEN: [bool; MOST_TENSORS];
+    /// Whether it writes the handle memory; else it reads it.
+    const WRITES_HANDLE: bool = false;
     /// What the call is, for the comparison with the other ranks'.
     fn step(&self, layer: &LayerConfig) -> Step;
-    /// All of them; first the rows that peers reach in zero-copy groups. The others are this rank's alone.
-    fn payloads(&mut self) -> [Option<&mut TensorView>; 4];
+    /// The tensors that it reads or writes; first the rows that peers reach in zero-copy groups. The others are this rank's
+    /// alone.
+    fn tensors(&mut self) -> [Option<&mut TensorView>; MOST_TENSORS];
 }
 
-impl Payloads for Dispatch {
+impl Arguments for Prepare {
+    const CALL: Call = Call::Prepare;
+    const WRITTEN: [bool; MOST_TENSORS] = [false, true, true, false];
+    const WRITES_HANDLE: bool = true;
+
+    fn step(&self, layer: &LayerConfig) -> Step {
+        Step { call: Self::CALL, top_k: layer.top_k, size: 0, dtype: None, weights: false }
+    }
+
+    #[inline]
+    fn tensors(&mut self) -> [Option<&mut TensorView>; MOST_TENSORS] {
+        [Some(&mut self.topk_idx), self.token_counts.as_mut(), self.total.as_mut(), None]
+    }
+}
+
+impl Arguments for Dispatch {
     const CALL: Call = Call::Dispatch;
+    const WRITTEN: [bool; MOST_TENSORS] = [true, false, false, true];
 
     fn step(&self, layer: &LayerConfig) -> Step {
         step(Self::CALL, layer, &self.tokens, self.topk_weights.is_some())
     }
 
-    fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
+    #[inline]
+    fn tensors(&mut self) -> [Option<&mut TensorView>; MOST_TENSORS] {
         let (weights, recv_weights) = (self.topk_weights.as_mut(), self.recv_topk_weights.as_mut());
         [Some(&mut self.recv_tokens), Some(&mut self.tokens), weights, recv_weights]
     }
 }
 
-impl Payloads for Combine {
+impl Arguments for Combine {
     const CALL: Call = Call::Combine;
+    const WRITTEN: [bool; MOST_TENSORS] = [false, true, false, false];
 
     fn step(&self, layer: &LayerConfig) -> Step {
         step(Self::CALL, layer, &self.result, false)
     }
 
-    fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
+    #[inline]
+    fn tensors(&mut self) -> [Option<&mut TensorView>; MOST_TENSORS] {
         [Some(&mut self.expert_out), Some(&mut self.result), None, None]
     }
 }
 
-impl Payloads for DispatchBwd {
+impl Arguments for DispatchBwd {
     const CALL: Call = Call::DispatchBwd;
+    const WRITTEN: [bool; MOST_TENSORS] = [false, true, false, true];
 
     fn step(&self, layer: &LayerConfig) -> Step {
         step(Self::CALL, layer, &self.grad_tokens, self.grad_topk_weights.is_some())
     }
 
-    fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
+    #[inline]
+    fn tensors(&mut self) -> [Option<&mut TensorView>; MOST_TENSORS] {
         let (recv_weights, weights) = (self.g_recv_topk_weights.as_mut(), self.grad_topk_weights.as_mut());
         [Some(&mut self.grad), Some(&mut self.grad_tokens), recv_weights, weights]
     }
 }
 
-impl Payloads for CombineBwd {
+impl Arguments for CombineBwd {
     const CALL: Call = Call::CombineBwd;
+    const WRITTEN: [bool; MOST_TENSORS] = [true, false, false, false];
 
     fn step(&self, layer: &LayerConfig) -> Step {
         step(Self::CALL, layer, &self.grad, false)
     }
 
-    fn payloads(&mut self) -> [Option<&mut TensorView>; 4] {
+    #[inline]
+    fn tensors(&mut self) -> [Option<&mut TensorView>; MOST_TENSORS] {
         [Some(&mut self.grad_expert_out), Some(&mut self.grad), None, None]
     }
 }
@@ -139,11 +170,4 @@ impl Payloads for CombineBwd {
 fn step(call: Call, layer: &LayerConfig, rows: &TensorView, weights: bool) -> Step {
     let size = rows.shape.sizes().last().copied().unwrap_or(0);
     Step { call, top_k: layer.top_k, size, dtype: Some(rows.dtype), weights }
-}
-
-impl Prepare {
-    /// What the call is, for the comparison with the other ranks'.
-    pub(crate) fn step(&self, layer: &LayerConfig) -> Step {
-        Step { call: Call::Prepare, top_k: layer.top_k, size: 0, dtype: None, weights: false }
-    }
 }

@@ -10,7 +10,7 @@ mod rules;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use args::Payloads;
+pub(crate) use args::Arguments;
 pub use args::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare, Prepared};
 pub(crate) use mxfp8::scales_of;
-pub(crate) use overlap::{Ranges, Touches};
+pub(crate) use overlap::{Extents, Ranges};

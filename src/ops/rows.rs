@@ -41,7 +41,8 @@ pub(super) fn require_source_rows(tensor: &TensorView, group: &GroupConfig, prep
     let bytes = tensor.dtype.bytes(width);
     require_row_budget(tensor, bytes, group)?;
     let (row_bytes, elements) = (group.limits.row_bytes_multiple, group.limits.row_elements_multiple);
-    if width == 0 || !bytes.is_multiple_of(row_bytes) || !width.is_multiple_of(elements) {
+    // Powers of two, so that no call divides.
+    if width == 0 || bytes & (row_bytes - 1) != 0 || width & (elements - 1) != 0 {
         let required =
             format!("must have a row width that is a multiple of {elements} elements and of {row_bytes} bytes");
         return Err(Error::argument(tensor.name, required, format!("{width} elements of {}", tensor.dtype)));

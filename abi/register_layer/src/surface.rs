@@ -59,7 +59,7 @@ pub(crate) unsafe fn nvte_ep_prepare(
 ) -> Result<()> {
     let group = core::current_group()?;
     let tensors = Tensors::open();
-    let call = Prepare {
+    let mut call = Prepare {
         topk_idx: required(&tensors, "topk_idx", topk_idx, Windows::default())?,
         token_counts: Some(required(&tensors, "token_counts", token_counts, Windows::default())?),
         total: None,
@@ -68,7 +68,7 @@ pub(crate) unsafe fn nvte_ep_prepare(
     let handle = handle.parse(&tensors)?;
     tensors.close();
     // SAFETY: the caller vouches for tensors and stream.
-    unsafe { group.prepare(&handle, LayerClaim::Registered(alignment), &call, Stream::from_raw(stream)) }
+    unsafe { group.prepare(&handle, LayerClaim::Registered(alignment), &mut call, Stream::from_raw(stream)) }
 }
 
 pub(crate) unsafe fn nvte_ep_dispatch(

@@ -69,11 +69,11 @@ pub(crate) unsafe fn nvte_ep_prepare(
     // SAFETY: the caller vouches for the configuration.
     let claim = LayerClaim::Given(unsafe { layer_of(layer_cfg) }?);
     let tensors = Tensors::open();
-    let call = prepare_of(&tensors, topk_idx, recv_tokens_per_expert, total_recv_tokens_per_rank)?;
+    let mut call = prepare_of(&tensors, topk_idx, recv_tokens_per_expert, total_recv_tokens_per_rank)?;
     let handle = parse_handle(&tensors, handle_mem)?;
     tensors.close();
     // SAFETY: the caller vouches for tensors and stream.
-    unsafe { group.prepare(&handle, claim, &call, Stream::from_raw(stream)) }
+    unsafe { group.prepare(&handle, claim, &mut call, Stream::from_raw(stream)) }
 }
 
 pub(crate) unsafe fn nvte_ep_dispatch(
@@ -125,7 +125,7 @@ pub(crate) unsafe fn nvte_ep_prepare_and_dispatch(
     // SAFETY: the caller vouches for the configuration.
     let claim = LayerClaim::Given(unsafe { layer_of(layer_cfg) }?);
     let tensors = Tensors::open();
-    let prepare = prepare_of(&tensors, topk_idx, recv_tokens_per_expert, total_recv_tokens_per_rank)?;
+    let mut prepare = prepare_of(&tensors, topk_idx, recv_tokens_per_expert, total_recv_tokens_per_rank)?;
     let mut dispatch = dispatch_of(
         &tensors,
         topk_idx,
@@ -137,7 +137,7 @@ pub(crate) unsafe fn nvte_ep_prepare_and_dispatch(
     let handle = parse_handle(&tensors, handle_mem)?;
     tensors.close();
     // SAFETY: the caller vouches for tensors and stream.
-    unsafe { group.prepare_and_dispatch(&handle, claim, &prepare, &mut dispatch, Stream::from_raw(stream)) }
+    unsafe { group.prepare_and_dispatch(&handle, claim, &mut prepare, &mut dispatch, Stream::from_raw(stream)) }
 }
 
 pub(crate) unsafe fn nvte_ep_combine(

@@ -107,12 +107,13 @@ impl<H> Handles<H> {
     /// What a call has to ask [`super::notes::decide`], but for what only the driver knows.
     #[inline]
     pub(in crate::backend) fn question(&self, call: Call, key: HandleKey, memory: u64) -> (Option<&Note>, Question) {
+        let note = self.peek(memory).map(|entry| &entry.note);
         let (elsewhere, never_prepared) = match key {
-            HandleKey::Address(_) => (None, false),
-            HandleKey::Registered(id) => match self.places.get(&id) {
+            HandleKey::Registered(id) if !is_of(note, key) => match self.places.get(&id) {
                 Some(at) => (Some(*at).filter(|at| *at != memory), false),
                 None => (None, true),
             },
+            _ => (None, false),
         };
         let graph = if self.graphs.is_empty() { None } else { self.graphs.get(&memory) };
         let question = Question {
@@ -128,7 +129,7 @@ impl<H> Handles<H> {
             allocation: None,
             moves: self.moves,
         };
-        (self.peek(memory).map(|entry| &entry.note), question)
+        (note, question)
     }
 
     /// What calls have left in `memory` for `key`.
@@ -139,7 +140,6 @@ impl<H> Handles<H> {
 
     /// # Errors
     /// The layer's memory is another, and the policy is to refuse that.
-    #[inline]
     pub(in crate::backend) fn require_place(&self, key: HandleKey, memory: u64) -> Result<()> {
         match key {
             HandleKey::Registered(id) if self.relocation == Relocation::Refuse => match self.places.get(&id) {
@@ -159,17 +159,17 @@ impl<H> Handles<H> {
         layer: &LayerConfig,
         tokens: Option<usize>,
     ) -> bool {
-        if let HandleKey::Registered(id) = key
-            && self.places.get(&id) != Some(&memory)
-        {
-            return false;
-        }
-        let fits = |open: &Open<H>| {
+        let Some(entry) = self.entry(memory) else { return false };
+        let fits = entry.open.as_ref().is_some_and(|open| {
             // A graph prepared the memory, or a call after a graph.
             let other = tokens.zip(open.tokens).is_some_and(|(wanted, known)| wanted != known);
             open.layer == *layer && !other
-        };
-        self.entry(memory).and_then(|entry| entry.open.as_ref()).is_some_and(fits)
+        });
+        let is_own = is_of(Some(&entry.note), key);
+        fits && match key {
+            HandleKey::Registered(id) if !is_own => self.places.get(&id) == Some(&memory),
+            _ => true,
+        }
     }
 
     /// The open handle over `memory`.
@@ -280,6 +280,13 @@ impl<H> Handles<H> {
         let open = std::iter::from_fn(move || self.entries.pop_lru());
         gone.into_iter().chain(open.filter_map(|(_, entry)| entry.open).map(|open| open.handle))
     }
+}
+
+/// Whether `note`, of some memory, is about `key`. Then the memory is that of `key`, which `places` need not be asked: a layer's
+/// place is entered before its note is, and its note goes with its place.
+#[inline]
+fn is_of(note: Option<&Note>, key: HandleKey) -> bool {
+    note.is_some_and(|note| note.key() == key)
 }
 
 /// A registered layer that comes with another memory, against the group's policy.

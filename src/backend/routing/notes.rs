@@ -85,6 +85,7 @@ impl Note {
     }
 
     /// `key` is about to prepare the memory: the routing in it is lost from now on.
+    #[inline]
     pub(super) fn start_prepare(&mut self, key: HandleKey) {
         let rows = match self.rows {
             Rows::Dispatched | Rows::Orphaned if self.key == key => Rows::Orphaned,
@@ -95,6 +96,7 @@ impl Note {
     }
 
     /// The exchange is queued.
+    #[inline]
     pub(super) fn prepared(&mut self, routing: Routing, allocation: Option<u64>) {
         (self.routing, self.allocation) = (Some(routing), allocation);
     }
@@ -113,6 +115,7 @@ impl Note {
     }
 
     /// A call that goes by this routing is queued.
+    #[inline]
     pub(super) fn used(&mut self, call: Call) {
         self.latest = self.latest.max(position(call));
         match (call, self.rows) {
@@ -124,6 +127,7 @@ impl Note {
     }
 
     /// A call that goes by this routing becomes part of a graph.
+    #[inline]
     pub(super) fn captured(&mut self, call: Call) {
         if call == Call::Dispatch {
             self.rows = Rows::ByGraph;
@@ -191,6 +195,7 @@ pub(in crate::backend) enum Refusal {
 }
 
 /// Every rule about which routing a call means.
+#[inline]
 pub(in crate::backend) fn decide(note: Option<&Note>, question: &Question) -> Decision {
     use Decision::{Read, Refuse, Use};
     let Question { call, key, capturing, ambiguous, .. } = *question;
