@@ -130,7 +130,8 @@
 //! # Threads, devices, ranks
 //!
 //! A group is of the device that was current when it was built, and its calls are made by threads that have it current
-//! (`CudaContext::bind_to_thread`, `cudaSetDevice`). All ranks make the same calls in the same order. The calls queue work and
+//! (`CudaContext::bind_to_thread`, `cudaSetDevice`). All ranks make the same calls in the same order, and the calls of a group are
+//! on one stream, or on streams that events order: neither is visible to the compiler, and the device does not forgive it. The calls queue work and
 //! return; a call allocates nothing. `NVTE_EP_RUNTIME=host` runs the same program without a GPU, on the host runtime, which
 //! also checks the contract between ranks: see the guide.
 //!
