@@ -325,6 +325,49 @@ TEST(Boundary, TwoCopiesOfTheHostRuntimeAreNamed) {
       testing::ExitedWithCode(0), "");
 }
 
+int Occurrences(const std::string& text, const std::string& part) {
+  int count = 0;
+  for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
+// Combines rows that nobody has written; whether the error and the one line on stderr name the caller's function and
+// argument.
+bool UnwrittenRowsAreReportedInOurNames() {
+  testing::internal::CaptureStderr();
+  EpCalls calls;
+  const OneRank comm;
+  Device device;
+  nvte_ep_initialize(comm.get(), calls.config());
+  NVTEEpLayerConfig layer = {};
+  layer.top_k = 2;
+  std::size_t bytes = 0;
+  NVTEEpHandle handle = {};
+  handle.id = nvte_ep_register_layer(layer, &bytes);
+  const Tensor mem(device.Allocate(bytes), kNVTEByte, {bytes});
+  handle.mem = mem.get();
+  const std::int64_t experts[] = {0, 1, 1, 2, 2, 3, 3, 0};
+  const Tensor topk_idx(device.Allocate(sizeof experts), kNVTEInt64, {4, 2});
+  device.Write(nvte_tensor_data(topk_idx.get()), experts, sizeof experts);
+  const Tensor counts(device.Allocate(16), kNVTEInt32, {4});
+  const Tensor expert_out(device.Allocate(1024), kNVTEBFloat16, {8, 64});
+  const Tensor result(device.Allocate(512), kNVTEBFloat16, {4, 64});
+  nvte_ep_prepare(handle, topk_idx.get(), counts.get(), 0, nullptr);
+  nvte_ep_combine(handle, expert_out.get(), {}, result.get(), nullptr);
+  const testing::AssertionResult thrown = Throws(
+      "nvte_ep_shutdown", {"rank 0, nvte_ep_combine: expert_out: row 0 is read", "ncclEpCombine: inputs.tokens)"},
+      &nvte_ep_shutdown);
+  const std::string printed = testing::internal::GetCapturedStderr();
+  std::fprintf(stderr, "%s\n%s\n", thrown.message(), printed.c_str());
+  return thrown && Occurrences(printed, "unwritten-memory") == 1;
+}
+
+TEST(Boundary, ReportsNameTheCallersArguments) {
+  if (!OnHostRuntime()) GTEST_SKIP() << "needs the contract checker";
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(_exit(UnwrittenRowsAreReportedInOurNames() ? 0 : 1), testing::ExitedWithCode(0), "");
+}
+
 TEST(Boundary, WithoutAGpuTheErrorNamesTheHostRuntime) {
   if (OnHostRuntime()) GTEST_SKIP() << "NVTE_EP_RUNTIME=host";
   if (HaveGpu()) GTEST_SKIP() << "this machine has a GPU";

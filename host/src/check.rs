@@ -6,7 +6,6 @@
 
 use std::cell::Cell;
 use std::fmt;
-use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use nvte_ep_bindings::{cudaErrorAssert, cudaErrorInvalidValue, ncclInvalidArgument, ncclInvalidUsage};
@@ -15,25 +14,13 @@ use parking_lot::Mutex;
 use crate::fault::{self, Fault, Outcome};
 use crate::float::DefaultEnvironment;
 use crate::memory::{self, Span};
-use crate::{comm, device, inject, settings};
+use crate::settings::{self, Policy};
+use crate::{caller, comm, device, inject};
 
-/// Environment variable with the [`Policy`].
-pub const POLICY_VARIABLE: &str = "NVTE_EP_HOST_CHECK";
 /// Reports of a rule that are printed where the program goes on; the others are only counted.
 const PRINTED: u64 = 16;
 /// Fewer unwritten bytes than these may be a value that somebody wrote.
 const UNWRITTEN_BYTES: usize = 16;
-
-/// What happens on a breach after which the work can go on, unless it is only a warning ([`Severity`]).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Policy {
-    /// It is not looked for.
-    Off,
-    /// It is printed and counted.
-    Warn,
-    /// It is an error of the call, or of the queued work.
-    Error,
-}
 
 /// What a GPU does on a breach.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -173,6 +160,8 @@ pub struct Report<'a> {
     pub call: &'a str,
     /// The argument, what was required of it and what was found.
     pub found: &'a str,
+    /// NCCL EP's names of function and argument, where the others are a caller's ([`caller`]).
+    pub of_nccl_ep: Option<&'a str>,
 }
 
 /// Who broke a rule.
@@ -194,30 +183,15 @@ impl fmt::Display for Report<'_> {
             write!(f, "{}: ", self.call)?;
         }
         let Self { rule, found, .. } = self;
-        write!(f, "{found}: rule {}: {} (on a GPU: {})", rule.name(), rule.sentence(), rule.on_gpu())
+        write!(f, "{found}: rule {}: {} (on a GPU: {}", rule.name(), rule.sentence(), rule.on_gpu())?;
+        self.of_nccl_ep.map_or(Ok(()), |names| write!(f, "; NCCL EP's name: {names}"))?;
+        f.write_str(")")
     }
-}
-
-/// What a value of [`POLICY_VARIABLE`] means.
-fn parse(value: &str) -> Result<Policy, String> {
-    match value {
-        "off" => Ok(Policy::Off),
-        "warn" => Ok(Policy::Warn),
-        "" | "error" => Ok(Policy::Error),
-        other => Err(format!("{POLICY_VARIABLE} must be off, warn or error, got {other:?}")),
-    }
-}
-
-/// The policy, read once.
-pub fn policy() -> Outcome<Policy> {
-    static POLICY: LazyLock<Result<Policy, String>> =
-        LazyLock::new(|| parse(&std::env::var_os(POLICY_VARIABLE).unwrap_or_default().to_string_lossy()));
-    POLICY.clone().map_err(|text| Fault::both(cudaErrorInvalidValue, ncclInvalidArgument, text))
 }
 
 /// Whether breaches after which the work can go on are looked for.
 pub fn is_on() -> bool {
-    policy().is_ok_and(|policy| policy != Policy::Off)
+    settings::policy() != Policy::Off
 }
 
 thread_local! {
@@ -279,7 +253,14 @@ pub fn annotate(mut fault: Fault) -> Fault {
     let Some(rule) = fault.rule.filter(|_| !fault.annotated) else { return fault };
     let ordinal = device::selected().ordinal;
     let who = RANK.get().or_else(|| comm::rank_on(ordinal)).map_or(Who::Device(ordinal), Who::Rank);
-    fault.text = Report { rule, who, call: CALL.get(), found: &fault.text }.to_string();
+    let (call, found) = (CALL.get(), &fault.text);
+    fault.text = match caller::current() {
+        None => Report { rule, who, call, found, of_nccl_ep: None }.to_string(),
+        Some(caller) => {
+            let (found, names) = caller.translate(call, found);
+            Report { rule, who, call: "", found: &found, of_nccl_ep: names.as_deref() }.to_string()
+        }
+    };
     fault.annotated = true;
     COUNTS[rule as usize].fetch_add(1, Ordering::Relaxed);
     LAST.lock().clone_from(&fault.text);
@@ -293,7 +274,7 @@ pub fn breach(rule: Rule, found: impl Into<String>) -> Outcome<()> {
         return Ok(());
     }
     let fault = breached(rule, found);
-    if policy()? == Policy::Error && rule.severity() == Severity::Policy {
+    if settings::policy() == Policy::Error && rule.severity() == Severity::Policy {
         return Err(fault);
     }
     print(fault);
@@ -405,16 +386,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn policies_have_a_name_each() {
-        let values = [("off", Policy::Off), ("warn", Policy::Warn), ("error", Policy::Error), ("", Policy::Error)];
-        for (value, policy) in values {
-            assert_eq!(parse(value), Ok(policy));
-        }
-        let text = "NVTE_EP_HOST_CHECK must be off, warn or error, got \"Warn\"";
-        assert_eq!(parse("Warn"), Err(text.to_owned()));
-    }
-
-    #[test]
     fn names_of_rules_are_unique() {
         for (index, rule) in Rule::ALL.iter().enumerate() {
             assert_eq!(*rule as usize, index);
@@ -429,6 +400,7 @@ mod tests {
             who: Who::Rank(3),
             call: "ncclEpUpdateHandle",
             found: "ncclEpUpdateHandle: topk_idx[0, 1] is 9, but there are 8 experts",
+            of_nccl_ep: None,
         };
         let text = "rank 3, ncclEpUpdateHandle: topk_idx[0, 1] is 9, but there are 8 experts: rule expert-index: an index \
                     names one of num_experts experts or is negative (on a GPU: corrupt memory)";

@@ -16,6 +16,7 @@
 //! | [`fault`], [`errors`], [`stats`] | errors, their names, counters |
 //! | [`float`] | the floating-point environment of work |
 //! | [`check`], [`order`] | the contract checker: its rules; what a stream comes behind |
+//! | [`caller`] | whose function and arguments reports name |
 //! | [`settings`] | the environment's numbers |
 //! | [`inject`] | faults that a test asks for |
 //! | [`kernels`], [`native`] | the kernels that can be launched; those of the native engine |
@@ -28,6 +29,7 @@
 #![allow(non_upper_case_globals, reason = "constants of the C interfaces in patterns")]
 
 pub mod batch;
+pub mod caller;
 pub mod channel;
 pub mod check;
 pub mod collectives;

@@ -8,9 +8,10 @@ use nvte_ep_bindings::{
 };
 use parking_lot::Mutex;
 
+use crate::caller;
 use crate::channel::{Breaker, Channel};
 use crate::check::{self, Rule};
-use crate::fault::{Fault, Outcome};
+use crate::fault::{Fault, Outcome, contain};
 use crate::graph::{self, Action};
 use crate::memory::Span;
 use crate::order;
@@ -105,7 +106,14 @@ impl Line {
             self.trip(&fault.text);
             return Err(fault);
         }
-        let run: Operation = Arc::new(run);
+        let caller = caller::current();
+        // On the thread that does the work, whoever that is.
+        let run: Operation = Arc::new(move |channel| {
+            let before = caller::replace(caller.clone());
+            let done = contain(|| run(channel)).map_err(check::annotate);
+            caller::replace(before);
+            done
+        });
         let action = || {
             let (state, run) = (Arc::clone(&self.0), Arc::clone(&run));
             Action {
@@ -183,7 +191,7 @@ impl LineState {
             let mut channel = state.channel.lock();
             channel.replay = replay;
             check::act_as(channel.rank());
-            let done = crate::fault::contain(|| run(&mut channel)).map_err(check::annotate);
+            let done = run(&mut channel);
             channel.finish();
             if let Err(fault) = &done {
                 channel.fail(fault);

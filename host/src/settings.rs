@@ -1,4 +1,5 @@
-//! What can be set: the variables of the environment that hold a number, read once, and what a program says by a call.
+//! What can be set: the host runtime's variables of the environment, read once ([`crate::inject`] reads its own), and what a
+//! program says by a call.
 
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,6 +9,20 @@ use std::time::Duration;
 pub const TIMEOUT_VARIABLE: &str = "NVTE_EP_HOST_TIMEOUT_MS";
 /// Number of devices that a process sees. Several are for programs whose ranks are threads: one device each, as with GPUs.
 pub const DEVICES_VARIABLE: &str = "NVTE_EP_HOST_DEVICES";
+/// The [`Policy`].
+pub const POLICY_VARIABLE: &str = "NVTE_EP_HOST_CHECK";
+
+/// What happens on a breach of the contract after which the work can go on, unless it is only a warning
+/// ([`crate::check::Severity`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Policy {
+    /// It is not looked for.
+    Off,
+    /// It is printed and counted.
+    Warn,
+    /// It is an error of the call, or of the queued work.
+    Error,
+}
 
 /// What nvte-ep's own variable says of the time that a step may take.
 const LIBRARY_TIMEOUT_VARIABLE: &str = "NVTE_EP_TIMEOUT_MS";
@@ -20,6 +35,7 @@ const MOST_DEVICES: u64 = 1024;
 struct Settings {
     timeout: Duration,
     devices: u64,
+    policy: Policy,
 }
 
 static SETTINGS: LazyLock<Result<Settings, String>> = LazyLock::new(|| read(|name| std::env::var_os(name)));
@@ -40,7 +56,13 @@ fn read(get: impl Fn(&str) -> Option<std::ffi::OsString>) -> Result<Settings, St
     let default = library.unwrap_or(0).clamp(DEFAULT_TIMEOUT_MS, MOST_MS);
     let timeout = Duration::from_millis(number(TIMEOUT_VARIABLE, MOST_MS)?.unwrap_or(default));
     let devices = number(DEVICES_VARIABLE, MOST_DEVICES)?.unwrap_or(1);
-    Ok(Settings { timeout, devices })
+    let policy = match text(POLICY_VARIABLE).as_deref() {
+        Some("off") => Policy::Off,
+        Some("warn") => Policy::Warn,
+        Some("error") | None => Policy::Error,
+        Some(other) => return Err(format!("{POLICY_VARIABLE} must be off, warn or error, got {other:?}")),
+    };
+    Ok(Settings { timeout, devices, policy })
 }
 
 /// Whether the devices reach pageable memory, as those do whose kernel shares its page tables with GPUs.
@@ -60,7 +82,7 @@ pub fn pageable_memory() -> bool {
 const MOST_MS: u64 = 100 * 366 * 86_400_000;
 
 /// Fails with what is wrong with a variable.
-pub fn check() -> Result<(), String> {
+pub fn readable() -> Result<(), String> {
     SETTINGS.as_ref().map(drop).map_err(Clone::clone)
 }
 
@@ -77,6 +99,11 @@ pub fn name_timeout(timeout: Duration) -> String {
 /// Number of devices.
 pub fn devices() -> i32 {
     SETTINGS.as_ref().map_or(1, |settings| settings.devices as i32)
+}
+
+/// What a breach of the contract is; no call is served where the variable cannot be read.
+pub fn policy() -> Policy {
+    SETTINGS.as_ref().map_or(Policy::Error, |settings| settings.policy)
 }
 
 /// Whether several ranks of a communicator may be on one device, as NCCL's own variable says.
@@ -104,7 +131,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_is_refused() {
+    fn policies_have_a_name_each() {
+        let values = [("off", Policy::Off), ("warn", Policy::Warn), ("error", Policy::Error), ("", Policy::Error)];
+        for (value, policy) in values {
+            assert_eq!(read_of(&[("NVTE_EP_HOST_CHECK", value)]).unwrap().policy, policy);
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_refused() {
         for (name, value, most) in [
             ("NVTE_EP_HOST_TIMEOUT_MS", "0", MOST_MS),
             ("NVTE_EP_HOST_TIMEOUT_MS", "10s", MOST_MS),
@@ -114,6 +149,8 @@ mod tests {
             let text = format!("{name} must be a number from 1 to {most}, got {value:?}");
             assert_eq!(read_of(&[(name, value)]), Err(text));
         }
+        let text = "NVTE_EP_HOST_CHECK must be off, warn or error, got \"Warn\"";
+        assert_eq!(read_of(&[("NVTE_EP_HOST_CHECK", "Warn")]), Err(text.to_owned()));
         assert_eq!(read_of(&[("NVTE_EP_HOST_DEVICES", " 3 ")]).unwrap().devices, 3);
         assert_eq!(read_of(&[("NVTE_EP_HOST_DEVICES", "")]).unwrap().devices, 1);
     }

@@ -327,7 +327,8 @@ fn misuse_is_refused_at_the_call() {
         let code = unsafe { ncclEpUpdateHandle(handle.handle, topk.ptr(), &raw const info, rank.stream) };
         assert_eq!(code, ncclInvalidArgument);
         let text = nccl_error();
-        let words = "ncclEpUpdateHandle: expert_counters must be int32 with the flat layout, got int64 [4]: rule";
+        let words =
+            "ncclEpUpdateHandle: layout_info.expert_counters must be int32 with the flat layout, got int64 [4]: rule";
         assert!(text.contains(words), "{text}");
         // SAFETY: all pointers are ours and valid.
         nccl_ok(unsafe { ncclEpUpdateHandle(handle.handle, topk.ptr(), ptr::null(), rank.stream) });

@@ -127,20 +127,24 @@ fn joins_from_a_container() {
 }
 
 #[test]
-fn a_variable_that_is_no_number_is_an_error() {
-    for (name, value) in [("NVTE_EP_HOST_DEVICES", "two"), ("NVTE_EP_HOST_TIMEOUT_MS", "60s")] {
+fn a_variable_that_cannot_be_read_is_an_error() {
+    for (name, value, rule) in [
+        ("NVTE_EP_HOST_DEVICES", "two", "a number from 1 to "),
+        ("NVTE_EP_HOST_TIMEOUT_MS", "60s", "a number from 1 to "),
+        ("NVTE_EP_HOST_CHECK", "Warn", "off, warn or error"),
+    ] {
         let id = hex(&unique_id());
         let child = spawn_rank_with("joins", &id, 0, 1, 60_000, &[(name, value)]);
         let output = child.wait_with_output().unwrap();
         let error = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success());
-        assert!(error.contains(&format!("nvte_ep_host: {name} must be a number from 1 to ")), "{error}");
+        assert!(error.contains(&format!("nvte_ep_host: {name} must be {rule}")), "{error}");
         assert!(error.contains(&format!(", got {value:?}")), "{error}");
     }
 }
 
 #[test]
-#[ignore = "run by a_variable_that_is_no_number_is_an_error"]
+#[ignore = "run by a_variable_that_cannot_be_read_is_an_error"]
 fn joins() {
     join_as_process().leave();
 }

@@ -129,6 +129,16 @@ const char *nvte_ep_host_check_last(void);
 void nvte_ep_host_set_pageable_memory(int on);
 
 /**
+ * Says for whom the calling thread calls NCCL EP: reports of the contract checker name that function and its arguments,
+ * those of work that is queued meanwhile too. `names` is `FUNCTION NAME=OWN NAME=OWN ...`, with NCCL EP's name and the
+ * caller's of each argument; null ends it.
+ *
+ * The caller must ensure:
+ * `names` is null or a string.
+ */
+void nvte_ep_host_set_caller(const char *names);
+
+/**
  * Version of the host runtime.
  *
  * The caller must ensure:

@@ -90,7 +90,8 @@ impl Live {
             // Freeing would wait for the same stuck work, or pull memory from under a peer: the group's memory stays
             // until the process ends.
             let text = format!("{error}; the group's device memory is left to the process's end");
-            tracing::warn!(target: "nvte_ep", device, "{text}");
+            // The caller gets it as an exception.
+            tracing::info!(target: "nvte_ep", device, "{text}");
             watch.progress().give_up(&text);
             watch.abandon();
             return vec![text];
@@ -104,7 +105,7 @@ impl Live {
         ended.push(meeting.close());
         for result in ended {
             if let Err(error) = result {
-                tracing::warn!(target: "nvte_ep", device, "{error}");
+                tracing::info!(target: "nvte_ep", device, "{error}");
                 failures.push(error.to_string());
             }
         }

@@ -217,7 +217,7 @@ fn nccl_ep(env: &Env, nccl: Option<&(PathBuf, i32)>, findings: &mut Vec<Finding>
     let loaded = nccl_ep_library(nccl.map(|(path, _)| path.as_path()), env).and_then(|library| {
         let functions = NcclEp::from_library(library).map_err(|error| incomplete("NCCL EP", &error))?;
         let path = file_of(functions.ncclEpDispatch as *const c_void);
-        Ok(NcclEpLibrary { functions, path, host_compiler: None })
+        Ok(NcclEpLibrary { functions, path, host_compiler: None, host_set_caller: None })
     });
     let library = match loaded {
         Ok(library) => library,

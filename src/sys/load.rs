@@ -5,8 +5,11 @@ use crate::env::{Env, NCCL_EP_HOME, NCCL_HOME, RuntimeKind, Variable, process};
 use crate::error::{Error, Result};
 use libloading::Library;
 use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
-use std::ffi::{CStr, OsStr, c_int, c_void};
+use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
+
+/// `nvte_ep_host_set_caller` of nvte_ep_host.h.
+pub type SetCaller = unsafe extern "C" fn(*const c_char);
 
 /// NCCL EP and where it came from, which tells where its device headers are.
 #[derive(Debug)]
@@ -17,6 +20,8 @@ pub struct NcclEpLibrary {
     pub path: Option<PathBuf>,
     /// On the host runtime: whether NCCL EP would find a compiler.
     pub host_compiler: Option<unsafe extern "C" fn() -> c_int>,
+    /// On the host runtime: says for which function of ours NCCL EP is called.
+    pub host_set_caller: Option<SetCaller>,
 }
 
 impl NcclEpLibrary {
@@ -85,13 +90,17 @@ pub(super) fn nccl_ep(base: &Base, env: &Env) -> Result<NcclEpLibrary> {
         nccl_ep_library(base.nccl_path.as_deref(), env)?
     };
     let functions = ep::NcclEp::from_library(library).map_err(|e| incomplete("NCCL EP", &e))?;
-    let host_compiler = match base.runtime {
+    let (mut host_compiler, mut host_set_caller) = (None, None);
+    if base.runtime == RuntimeKind::Host {
         // SAFETY: the host runtime declares it so (nvte_ep_host.h). An older one may lack it.
-        RuntimeKind::Host => unsafe { library.get::<unsafe extern "C" fn() -> c_int>(b"nvte_ep_host_compiler\0") }.ok(),
-        RuntimeKind::Cuda => None,
-    };
-    let host_compiler = host_compiler.map(|function| *function);
-    Ok(NcclEpLibrary { path: file_of(functions.ncclEpDispatch as *const c_void), functions, host_compiler })
+        let compiler = unsafe { library.get::<unsafe extern "C" fn() -> c_int>(b"nvte_ep_host_compiler\0") };
+        host_compiler = compiler.ok().map(|function| *function);
+        // SAFETY: as above.
+        let set_caller = unsafe { library.get::<SetCaller>(b"nvte_ep_host_set_caller\0") };
+        host_set_caller = set_caller.ok().map(|function| *function);
+    }
+    let path = file_of(functions.ncclEpDispatch as *const c_void);
+    Ok(NcclEpLibrary { path, functions, host_compiler, host_set_caller })
 }
 
 /// The CUDA driver.

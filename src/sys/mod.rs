@@ -17,7 +17,7 @@ pub(crate) use load::{
     NCCL_PREFIXES, ancestors, driver_library, host_library, incomplete, loaded_nccls, nccl_candidates, nccl_ep_library,
     nccl_library, provider_of, site_packages,
 };
-pub use load::{NcclEpLibrary, file_of, own_directories};
+pub use load::{NcclEpLibrary, SetCaller, file_of, own_directories};
 
 use crate::env::{Env, RuntimeKind};
 use crate::error::{Error, Result};

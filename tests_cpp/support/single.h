@@ -48,6 +48,9 @@ class Device {
   }
   void Free(void* data) { Check(free_(data), "cudaFree"); }
   void Fill(void* data, int value, std::size_t bytes) { Check(memset_(data, value, bytes), "cudaMemset"); }
+  void Write(void* data, const void* source, std::size_t bytes) {
+    Check(memcpy_(data, source, bytes, kHostToDevice), "cudaMemcpy");
+  }
   std::vector<unsigned char> Read(const void* data, std::size_t bytes) {
     std::vector<unsigned char> copy(bytes);
     Check(synchronize_(), "cudaDeviceSynchronize");
@@ -56,7 +59,7 @@ class Device {
   }
 
  private:
-  static constexpr int kDeviceToHost = 2;
+  static constexpr int kHostToDevice = 1, kDeviceToHost = 2;
 
   static void Check(int status, const char* call) {
     if (status != 0) throw std::runtime_error(std::string(call) + " returned " + std::to_string(status));

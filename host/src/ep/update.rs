@@ -72,14 +72,14 @@ pub unsafe fn update(
         Ok(Some(tensor))
     };
     let local_experts = group.experts / group.comm.ranks;
-    let counters = counter(info.expert_counters, "expert_counters", local_experts)?;
+    let counters = counter(info.expert_counters, "layout_info.expert_counters", local_experts)?;
     let flat = handle.layout == Layout::Flat;
     if let Some(counters) = counters.as_ref().filter(|counters| flat && counters.datatype != ncclInt32) {
         return Err(counters.wrong("must be int32 with the flat layout"));
     }
     // The flat layout has no zones, and NCCL EP does not look at this then.
-    let offsets = if flat { None } else { counter(info.expert_offsets, "expert_offsets", local_experts)? };
-    let total = counter(info.recv_total_counter, "recv_total_counter", 1)?;
+    let offsets = if flat { None } else { counter(info.expert_offsets, "layout_info.expert_offsets", local_experts)? };
+    let total = counter(info.recv_total_counter, "layout_info.recv_total_counter", 1)?;
     let datatypes: Vec<_> = [&counters, &offsets, &total].into_iter().flatten().map(|tensor| tensor.datatype).collect();
     if datatypes.windows(2).any(|pair| pair[0] != pair[1]) {
         return Err(

@@ -6,11 +6,11 @@ use nvte_ep_bindings::*;
 
 use super::cuda_driver::{device_of, on_stream};
 use super::{driver, driver_current, free_device, free_pinned, put};
-use crate::check::{self, Policy};
 use crate::device;
 use crate::fault::{Fault, Outcome};
 use crate::memory::{self, Allocation, Kind};
-use crate::{copy, machine, settings};
+use crate::settings::{self, Policy};
+use crate::{copy, machine};
 
 /// Allocates device memory.
 ///
@@ -328,7 +328,7 @@ pub unsafe extern "C" fn cuPointerGetAttributes(
 fn allocation_at(ptr: CUdeviceptr) -> Option<Allocation> {
     let address = ptr as usize;
     memory::find(address).or_else(|| {
-        let anything = settings::pageable_memory() || check::policy().is_ok_and(|policy| policy != Policy::Error);
+        let anything = settings::pageable_memory() || settings::policy() != Policy::Error;
         let device = device::selected().ordinal;
         let bytes = (usize::MAX >> 1) - address.min(usize::MAX >> 1);
         (anything && address != 0).then_some(Allocation { base: address, bytes, kind: Kind::Device, device, id: 0 })

@@ -3,10 +3,12 @@
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::mem::size_of;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use nvte_ep_bindings::{cudaErrorInvalidValue, cudaSuccess};
 
+use crate::caller::{self, Caller};
 use crate::check::{self, Rule};
 use crate::device;
 use crate::stats::COUNTERS;
@@ -152,6 +154,20 @@ pub unsafe extern "C" fn nvte_ep_host_check_last() -> *const c_char {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvte_ep_host_set_pageable_memory(on: c_int) {
     settings::set_pageable_memory(on != 0);
+}
+
+/// Says for whom the calling thread calls NCCL EP: reports of the contract checker name that function and its arguments,
+/// those of work that is queued meanwhile too. `names` is `FUNCTION NAME=OWN NAME=OWN ...`, with NCCL EP's name and the
+/// caller's of each argument; null ends it.
+///
+/// # Safety
+///
+/// `names` is null or a string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvte_ep_host_set_caller(names: *const c_char) {
+    // SAFETY: not null, and a string by the caller's word.
+    let text = (!names.is_null()).then(|| unsafe { CStr::from_ptr(names) }.to_string_lossy());
+    caller::replace(text.and_then(|text| Caller::parse(&text)).map(Arc::new));
 }
 
 /// Version of the host runtime.

@@ -100,7 +100,6 @@ fn nccl(work: impl FnOnce() -> Outcome<()>) -> ncclResult_t {
     let _call = Call::enter(&work);
     let done = contain(|| {
         refuse_out_of_place()?;
-        check::policy()?;
         inject::at_entry(&work)?;
         work()
     });
@@ -131,7 +130,7 @@ fn refuse_out_of_place() -> Outcome<()> {
         // SAFETY: the handler stores a flag, and the library is never unloaded.
         unsafe { libc::pthread_atfork(None, None, Some(mark)) };
     });
-    settings::check().map_err(|text| {
+    settings::readable().map_err(|text| {
         static SAID: Once = Once::new();
         // A CUDA call's error is a number only.
         SAID.call_once(|| report(&text));

@@ -1,5 +1,6 @@
 //! The NCCL EP driver: high-throughput mode, expert-major layout.
 
+mod caller;
 mod candidate;
 mod desc;
 mod topk_idx;
@@ -16,8 +17,9 @@ use crate::memory::GroupMemory;
 use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare};
 use crate::sys::cuda::Stream;
 use crate::sys::nccl_ep::{NcclEp, checked};
-use crate::sys::{Base, NcclEpLibrary};
+use crate::sys::{Base, NcclEpLibrary, SetCaller};
 use crate::tensor::TensorView;
+use caller::Caller;
 use desc::{Descriptor, EpStruct, bind_optional};
 use nvte_ep_bindings as b;
 use std::mem::ManuallyDrop;
@@ -29,6 +31,7 @@ pub(in crate::backend) struct Group {
     raw: b::ncclEpGroup_t,
     base: &'static Base,
     ep: &'static NcclEp,
+    set_caller: Option<SetCaller>,
     config: GroupConfig,
     /// Dropped by [`Group::destroy`] alone, and only where CUDA may still be called.
     index_copier: ManuallyDrop<IndexCopier>,
@@ -102,7 +105,8 @@ impl Group {
         // SAFETY: `out` and the configuration live across the call; the caller vouches for `comm`.
         checked(&base.nccl, "ncclEpCreateGroup", || unsafe { create(out, comm, raw_config) })?;
         let index_copier = ManuallyDrop::new(index_copier);
-        Ok(Self { raw, base, ep: &library.functions, config: *config, index_copier })
+        let (ep, set_caller) = (&library.functions, library.host_set_caller);
+        Ok(Self { raw, base, ep, set_caller, config: *config, index_copier })
     }
 
     /// Bytes of the copied indices of as many tokens as a rank may have.
@@ -179,6 +183,12 @@ impl Group {
     /// # Safety
     /// As for [`Group::prepare`].
     unsafe fn update(&self, handle: &Handle, prepare: &Prepare, total: &TensorView, stream: Stream) -> Result<()> {
+        let names = [
+            ("topk_idx", Some(&prepare.topk_idx)),
+            ("layout_info.expert_counters", prepare.token_counts.as_ref()),
+            ("layout_info.recv_total_counter", prepare.total.as_ref()),
+        ];
+        let _caller = Caller::tell(self.set_caller, "nvte_ep_prepare", &names);
         let mut topk_idx = Descriptor::new(&prepare.topk_idx).with_int64_at(handle.indices);
         let mut counts = prepare.token_counts.as_ref().map(Descriptor::new);
         let mut total = Descriptor::new(total);
@@ -202,6 +212,7 @@ impl Group {
         // SAFETY: passed on.
         unsafe {
             self.run_dispatch(
+                "nvte_ep_dispatch",
                 handle,
                 (&call.tokens, call.topk_weights.as_ref()),
                 (&call.recv_tokens, call.recv_topk_weights.as_ref()),
@@ -217,17 +228,34 @@ impl Group {
     /// As for [`Group::prepare`].
     pub(super) unsafe fn combine_bwd(&self, handle: &Handle, call: &CombineBwd, stream: Stream) -> Result<()> {
         // SAFETY: passed on.
-        unsafe { self.run_dispatch(handle, (&call.grad, None), (&call.grad_expert_out, None), Pass::Backward, stream) }
+        unsafe {
+            self.run_dispatch(
+                "nvte_ep_combine_bwd",
+                handle,
+                (&call.grad, None),
+                (&call.grad_expert_out, None),
+                Pass::Backward,
+                stream,
+            )
+        }
     }
 
     unsafe fn run_dispatch(
         &self,
+        function: &str,
         handle: &Handle,
         (tokens, weights): (&TensorView, Option<&TensorView>),
         (recv_tokens, recv_weights): (&TensorView, Option<&TensorView>),
         pass: Pass,
         stream: Stream,
     ) -> Result<()> {
+        let names = [
+            ("inputs.tokens", Some(tokens)),
+            ("inputs.topk_weights", weights),
+            ("outputs.tokens", Some(recv_tokens)),
+            ("outputs.topk_weights", recv_weights),
+        ];
+        let _caller = Caller::tell(self.set_caller, function, &names);
         let scales_of = |view: &TensorView| {
             view.scales.as_ref()?;
             view.scale_tensor("scales").as_ref().map(Descriptor::new)
@@ -259,7 +287,16 @@ impl Group {
     /// As for [`Group::prepare`].
     pub(super) unsafe fn combine(&self, handle: &Handle, call: &Combine, stream: Stream) -> Result<()> {
         // SAFETY: passed on.
-        unsafe { self.run_combine(handle, (&call.expert_out, None), (&call.result, None), Pass::Forward, stream) }
+        unsafe {
+            self.run_combine(
+                "nvte_ep_combine",
+                handle,
+                (&call.expert_out, None),
+                (&call.result, None),
+                Pass::Forward,
+                stream,
+            )
+        }
     }
 
     /// Gradient of dispatch: sums the rows' gradients and gathers the weights' gradients.
@@ -272,17 +309,25 @@ impl Group {
         // NCCL EP's backward pass insists on weights; the rows' part of it is the forward pass.
         let pass = if outputs.1.is_some() { Pass::Backward } else { Pass::Forward };
         // SAFETY: passed on.
-        unsafe { self.run_combine(handle, inputs, outputs, pass, stream) }
+        unsafe { self.run_combine("nvte_ep_dispatch_bwd", handle, inputs, outputs, pass, stream) }
     }
 
     unsafe fn run_combine(
         &self,
+        function: &str,
         handle: &Handle,
         (rows, row_weights): (&TensorView, Option<&TensorView>),
         (tokens, weights): (&TensorView, Option<&TensorView>),
         pass: Pass,
         stream: Stream,
     ) -> Result<()> {
+        let names = [
+            ("inputs.tokens", Some(rows)),
+            ("inputs.topk_weights", row_weights),
+            ("outputs.tokens", Some(tokens)),
+            ("outputs.topk_weights", weights),
+        ];
+        let _caller = Caller::tell(self.set_caller, function, &names);
         let (mut rows, mut row_weights) = (Descriptor::new(rows), row_weights.map(Descriptor::new));
         let (mut tokens, mut weights) = (Descriptor::new(tokens), weights.map(Descriptor::new));
         let mut inputs = b::ncclEpCombineInputs_t::with_header();
