@@ -8,11 +8,12 @@ use nvte_ep_bindings::{ncclInternalError, ncclInvalidUsage};
 
 use crate::channel::Channel;
 use crate::channel::pairs::Transfer;
-use crate::check::{self, Rule};
+use crate::check;
 use crate::fault::{self, Fault, Outcome};
 use crate::line::{Line, Operation};
 use crate::memory::Span;
-use crate::stream::Stream;
+use crate::queue::Stream;
+use crate::rule::Rule;
 
 /// A collective set-up call; it writes its result through the caller's pointer.
 type SetUp = Box<dyn FnOnce() -> Outcome<()> + Send>;

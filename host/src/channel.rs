@@ -27,8 +27,10 @@ use nvte_ep_bindings::{
 
 use self::control::{Control, MEMBER_FREE, MEMBER_READY, MEMBER_TAKEN, Member, system};
 use self::staging::{PeerStaging, Staging};
-use crate::check::{self, Rule};
+use crate::acting;
+use crate::check;
 use crate::fault::{Fault, Outcome};
+use crate::rule::Rule;
 use crate::settings;
 use crate::sys::{self, FileId, Mapping};
 
@@ -104,7 +106,7 @@ impl std::fmt::Debug for Channel {
 impl Channel {
     /// Meets the other ranks at the rendezvous file `path`, which the first one creates; `device` is this rank's.
     pub fn meet(path: &Path, rank: usize, ranks: usize, device: i32, label: String) -> Outcome<Self> {
-        check::act_as(rank);
+        acting::act_as(rank);
         let file = rendezvous::open(path)?;
         let met = Control::open(&file, rank, ranks).and_then(|control| Self::join(control, rank, device, label));
         // Whether all met or the time is up, nobody needs the name any more; a peer may have removed it first.
@@ -384,7 +386,7 @@ impl Channel {
 
     /// Ends the channel for everyone with a breach that this rank has found.
     fn end(&self, fault: Fault) -> Fault {
-        check::act_as(self.rank);
+        acting::act_as(self.rank);
         let fault = check::annotate(fault);
         self.control.fail(self.rank, &fault.text);
         fault

@@ -12,7 +12,7 @@ use crate::comm::{Comm, usage};
 use crate::dtype::{self, Reduction};
 use crate::fault::Outcome;
 use crate::memory::Span;
-use crate::stream::Stream;
+use crate::queue::Stream;
 use crate::{batch, check};
 
 impl Comm {

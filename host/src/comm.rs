@@ -7,13 +7,15 @@ use std::sync::{Arc, LazyLock};
 use nvte_ep_bindings::*;
 use parking_lot::Mutex;
 
+use crate::acting;
 use crate::channel::{self, Channel, rendezvous};
-use crate::check::{self, Rule};
+use crate::check;
 use crate::device::{self, Device};
 use crate::fault::{Fault, Outcome};
 use crate::line::{Line, Status};
+use crate::rule::Rule;
 use crate::windows::{Window, Windows};
-use crate::{batch, graph, inject, memory, stats};
+use crate::{batch, graph, memory, stats};
 
 /// One rank of a communicator.
 #[derive(Debug)]
@@ -47,13 +49,6 @@ type Use = (Vec<i8>, i32);
 
 /// Unique ids that communicators were made with, and the ranks of this process among them.
 static USED: LazyLock<Mutex<HashSet<Use>>> = LazyLock::new(Mutex::default);
-
-/// The rank of the only communicator on a device.
-pub fn rank_on(device: i32) -> Option<usize> {
-    let comms = COMMS.lock();
-    let mut ranks = comms.values().filter(|comm| comm.device.ordinal == device).map(|comm| comm.rank);
-    ranks.next().filter(|_| ranks.next().is_none())
-}
 
 /// Reports memory that is freed while a window is registered over it.
 pub fn check_freed(memory: &memory::Allocation) -> Outcome<()> {
@@ -217,6 +212,7 @@ impl Comm {
             windows: Arc::default(),
         });
         let handle = Arc::as_ptr(&comm) as usize;
+        acting::joined(device.ordinal, comm.rank);
         COMMS.lock().insert(handle, comm);
         stats::count(|s| &s.comms_created);
         handle
@@ -267,7 +263,7 @@ impl Comm {
         let comm = found.ok_or_else(|| {
             usage(format!("{function}: {handle:p} is not a live communicator")).breaks(Rule::DestroyedObject)
         })?;
-        check::act_as(comm.rank);
+        acting::act_as(comm.rank);
         Ok(comm)
     }
 
@@ -281,6 +277,7 @@ impl Comm {
         comm.line.run(|_| Ok(()))?;
         comm.line.close();
         if COMMS.lock().remove(&(handle as usize)).is_some() {
+            acting::left(comm.device.ordinal, comm.rank);
             stats::count(|s| &s.comms_destroyed);
         }
         Ok(())
@@ -315,11 +312,11 @@ impl Creation {
     fn create(&self) -> Outcome<usize> {
         let path = rendezvous::path_of(&self.id)?;
         let (rank, ranks) = (self.rank as usize, self.ranks as usize);
-        inject::note_rank(self.device.ordinal, rank);
+        acting::will_be(self.device.ordinal, rank);
         let label = format!("communicator of {ranks} ranks");
         let used = (self.id.internal.to_vec(), self.rank);
         if USED.lock().contains(&used) {
-            check::act_as(rank);
+            acting::act_as(rank);
             let text = format!(
                 "ncclCommInitRank: commId made a communicator before, with rank {rank} in this process: call \
                  ncclGetUniqueId for each communicator"

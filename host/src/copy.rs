@@ -8,7 +8,7 @@ use nvte_ep_bindings::*;
 use crate::fault::{Fault, Outcome};
 use crate::graph;
 use crate::memory::{self, Kind, Span};
-use crate::stream::Stream;
+use crate::queue::Stream;
 
 /// Where one end of a copy is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

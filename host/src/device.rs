@@ -1,17 +1,15 @@
 //! Devices: what a process sees as GPUs, their attributes, their sticky error, and which one a thread uses.
 
-use std::cell::Cell;
 use std::ffi::CString;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, LazyLock, OnceLock};
+use std::sync::{LazyLock, OnceLock};
 
 use nvte_ep_bindings::*;
-use parking_lot::Mutex;
 
+use crate::acting;
 use crate::fault::{self, Fault, Outcome};
 use crate::machine;
 use crate::settings;
-use crate::stream::{Kind, Stream};
 
 /// Name of every device.
 pub const NAME: &str = "nvte-ep host device";
@@ -25,11 +23,8 @@ pub const SM_COUNT: i32 = 132;
 pub struct Device {
     /// Its ordinal.
     pub ordinal: i32,
-    /// Streams with work or a handle, under the lock that gives all enqueued work of the device one order.
-    pub streams: Mutex<Vec<Arc<Stream>>>,
     /// References from `cuDevicePrimaryCtxRetain`.
     retained: AtomicU32,
-    legacy: OnceLock<Arc<Stream>>,
     sticky: OnceLock<Sticky>,
 }
 
@@ -44,24 +39,11 @@ pub struct Sticky {
 
 static DEVICES: LazyLock<Box<[Device]>> = LazyLock::new(|| {
     (0..settings::devices())
-        .map(|ordinal| Device {
-            ordinal,
-            streams: Mutex::default(),
-            retained: AtomicU32::new(0),
-            legacy: OnceLock::new(),
-            sticky: OnceLock::new(),
-        })
+        .map(|ordinal| Device { ordinal, retained: AtomicU32::new(0), sticky: OnceLock::new() })
         .collect()
 });
 
 static DRIVER_READY: AtomicBool = AtomicBool::new(false);
-
-thread_local! {
-    /// Device that the runtime interface uses on this thread.
-    static SELECTED: Cell<usize> = const { Cell::new(0) };
-    /// Device whose primary context is current on this thread.
-    static CURRENT: Cell<Option<usize>> = const { Cell::new(None) };
-}
 
 /// Every device.
 pub fn all() -> &'static [Device] {
@@ -85,14 +67,14 @@ pub fn driver_ready() -> bool {
 
 /// The device selected on this thread, whether or not its context is current.
 pub fn selected() -> &'static Device {
-    &DEVICES[CURRENT.get().unwrap_or_else(|| SELECTED.get())]
+    &DEVICES[acting::device() as usize]
 }
 
 /// What a runtime call does first: makes the selected device's primary context current if none is.
 pub fn make_current() -> &'static Device {
     initialize_driver();
     let device = selected();
-    CURRENT.set(Some(device.ordinal as usize));
+    acting::set_current_device(Some(device.ordinal));
     device
 }
 
@@ -101,7 +83,6 @@ pub fn select(ordinal: i32) -> Outcome<()> {
     let device = get(ordinal).ok_or_else(|| {
         Fault::cuda(cudaErrorInvalidDevice, format!("there is no device {ordinal} of {}", all().len()))
     })?;
-    SELECTED.set(device.ordinal as usize);
     make_current_driver(Some(device));
     initialize_driver();
     Ok(())
@@ -109,15 +90,12 @@ pub fn select(ordinal: i32) -> Outcome<()> {
 
 /// The device whose primary context is current on this thread.
 pub fn current() -> Option<&'static Device> {
-    CURRENT.get().map(|index| &DEVICES[index])
+    acting::current_device().map(|ordinal| &DEVICES[ordinal as usize])
 }
 
 /// `cuCtxSetCurrent`.
 pub fn make_current_driver(device: Option<&'static Device>) {
-    CURRENT.set(device.map(|device| device.ordinal as usize));
-    if let Some(device) = device {
-        SELECTED.set(device.ordinal as usize);
-    }
+    acting::set_current_device(device.map(|device| device.ordinal));
 }
 
 impl Device {
@@ -144,11 +122,6 @@ impl Device {
             .map_err(|_| Fault::cuda(CUDA_ERROR_INVALID_CONTEXT, "the primary context was not retained"))
     }
 
-    /// The legacy NULL stream.
-    pub fn legacy(&'static self) -> &'static Arc<Stream> {
-        self.legacy.get_or_init(|| Stream::create(self, Kind::Legacy))
-    }
-
     /// The sticky error, if there is one.
     pub fn sticky(&self) -> Option<&Sticky> {
         self.sticky.get()
@@ -170,14 +143,6 @@ impl Device {
             }
             Sticky { fault, text }
         });
-    }
-
-    /// Waits until all work enqueued on the device so far has ended.
-    pub fn synchronize(&self) {
-        let tails: Vec<_> = self.streams.lock().iter().map(Stream::tail).collect();
-        for tail in tails {
-            tail.host_wait();
-        }
     }
 
     /// An attribute; the two interfaces number them alike.

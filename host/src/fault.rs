@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use nvte_ep_bindings::{cudaError_t, cudaErrorUnknown, ncclInternalError, ncclResult_t, ncclUnhandledCudaError};
 
-use crate::check::Rule;
+use crate::rule::Rule;
 
 /// An error with the code that each of the two interfaces reports for it.
 #[derive(Clone, Debug)]

@@ -19,9 +19,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use nvte_ep_bindings::{cudaErrorInvalidValue, cudaErrorUnknown, ncclInternalError, ncclInvalidUsage};
-use parking_lot::Mutex;
 
-use crate::device;
+use crate::acting;
 use crate::fault::{self, Fault, Outcome};
 
 /// The environment variable with the rules.
@@ -72,17 +71,8 @@ static RULES: LazyLock<Result<Vec<Rule>, String>> = LazyLock::new(|| {
     rules.inspect_err(|text| fault::report(text))
 });
 
-/// The rank of the first communicator on each device.
-static RANKS: LazyLock<Mutex<HashMap<i32, usize>>> = LazyLock::new(Mutex::default);
-
-/// Notes that a device's rank is known.
-pub fn note_rank(device: i32, rank: usize) {
-    RANKS.lock().entry(device).or_insert(rank);
-}
-
 fn own_rank() -> Option<usize> {
-    let known = RANKS.lock().get(&device::selected().ordinal).copied();
-    known.or_else(|| RANK_VARIABLES.iter().find_map(|name| std::env::var(name).ok()?.parse().ok()))
+    acting::first_rank().or_else(|| RANK_VARIABLES.iter().find_map(|name| std::env::var(name).ok()?.parse().ok()))
 }
 
 impl Rule {
@@ -102,7 +92,7 @@ pub fn at_entry<Body>(_: &Body) -> Outcome<()> {
     if rules.is_empty() {
         return Ok(());
     }
-    let Some(function) = function_of(std::any::type_name::<Body>()) else { return Ok(()) };
+    let Some(function) = acting::function_of(std::any::type_name::<Body>()) else { return Ok(()) };
     for rule in rules {
         let Some((call, nth, action)) = &rule.at else { continue };
         if call != function || !rule.is_for_us() || rule.calls.fetch_add(1, Ordering::Relaxed) + 1 != *nth {
@@ -132,12 +122,6 @@ fn happen(rule: &Rule, function: &str, action: Action) -> Outcome<()> {
         }
     }
     Ok(())
-}
-
-/// The exported function in the name of its closure's type, which may be an argument of wrappers' types.
-pub fn function_of(type_name: &str) -> Option<&str> {
-    let (_, place) = type_name.rsplit_once("::surface::")?;
-    place.split("::").nth(1)
 }
 
 fn parse(text: &str) -> Result<Vec<Rule>, String> {

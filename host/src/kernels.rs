@@ -7,11 +7,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use nvte_ep_bindings::*;
 
-use crate::check;
 use crate::fault::{Fault, Outcome};
 use crate::memory::Span;
-use crate::native;
-use crate::stream::Stream;
+use crate::native::{self, Arguments};
+use crate::queue::Stream;
+use crate::tensor_check;
 
 /// A kernel.
 #[derive(Debug)]
@@ -57,10 +57,6 @@ pub fn of_ptx(text: &str) -> Outcome<Vec<&'static Kernel>> {
     Ok(kernels)
 }
 
-/// `cuLaunchKernel`'s array of pointers to arguments.
-#[derive(Clone, Copy)]
-pub struct Arguments(pub *const *const c_void);
-
 impl Kernel {
     /// Queues one launch of `blocks` blocks.
     ///
@@ -94,12 +90,12 @@ unsafe fn copy_topk_idx<const WIDTH: usize>(arguments: Arguments, stream: &Arc<S
     // SAFETY: the caller vouches for the memory.
     let span = |index: usize, bytes: usize| unsafe { Span::new(address(index) as *const c_void, bytes) };
     let (given, copied) = (span(0, indices * WIDTH)?, span(1, indices * 8)?);
-    let (not_experts, log) = (span(2, 4)?, address(3));
+    let (invalid_indices, log) = (span(2, 4)?, address(3));
     if log == 0 || log % 8 != 0 {
         return Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, "nvte_ep_copy_topk_idx: log is no place of 8 bytes"));
     }
     let run = move || {
-        check::written("nvte_ep_copy_topk_idx: topk_idx", &given, top_k * WIDTH, 0..tokens)?;
+        tensor_check::written("nvte_ep_copy_topk_idx: topk_idx", &given, top_k * WIDTH, 0..tokens)?;
         let mut found = 0u32;
         let mut row = vec![0i64; top_k];
         for first in (0..indices).step_by(top_k.max(1)) {
@@ -117,8 +113,8 @@ unsafe fn copy_topk_idx<const WIDTH: usize>(arguments: Arguments, stream: &Arc<S
                 copied.write((first + k) * 8, &kept.to_ne_bytes());
             }
         }
-        let before = u32::from_ne_bytes(not_experts.view(0, 4).try_into().expect("four bytes"));
-        not_experts.write(0, &(before + found).to_ne_bytes());
+        let before = u32::from_ne_bytes(invalid_indices.view(0, 4).try_into().expect("four bytes"));
+        invalid_indices.write(0, &(before + found).to_ne_bytes());
         if found > 0 {
             // SAFETY: the caller vouches for the memory, which other kernels and the host's reader take as atomic.
             let log = unsafe { AtomicU64::from_ptr(std::ptr::with_exposed_provenance_mut(log as usize)) };
@@ -126,5 +122,5 @@ unsafe fn copy_topk_idx<const WIDTH: usize>(arguments: Arguments, stream: &Arc<S
         }
         Ok(())
     };
-    stream.enqueue(&[given, copied, not_experts], run).map(drop)
+    stream.enqueue(&[given, copied, invalid_indices], run).map(drop)
 }

@@ -8,15 +8,17 @@ use nvte_ep_bindings::{
 };
 use parking_lot::Mutex;
 
+use crate::acting;
 use crate::caller;
 use crate::channel::{Breaker, Channel};
-use crate::check::{self, Rule};
+use crate::check;
 use crate::fault::{Fault, Outcome, contain};
 use crate::graph::{self, Action};
 use crate::memory::Span;
 use crate::order;
+use crate::queue::{Ordered, Point, Stream};
+use crate::rule::Rule;
 use crate::stats::{self, Counters};
-use crate::stream::{Ordered, Point, Stream};
 
 /// The ordered line of operations of one channel: each waits for the one enqueued before it.
 #[derive(Clone, Debug)]
@@ -190,7 +192,7 @@ impl LineState {
             }
             let mut channel = state.channel.lock();
             channel.replay = replay;
-            check::act_as(channel.rank());
+            acting::act_as(channel.rank());
             let done = run(&mut channel);
             channel.finish();
             if let Err(fault) = &done {

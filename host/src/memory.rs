@@ -13,9 +13,9 @@ use nvte_ep_bindings::{
 };
 use parking_lot::Mutex;
 
-use crate::check::Rule;
 use crate::fault::{Fault, Outcome};
 use crate::machine;
+use crate::rule::Rule;
 use crate::sys::{self, FileId, Mapping};
 
 /// Every second byte of fresh device memory; see `Allocation::poison`.

@@ -18,10 +18,10 @@ use parking_lot::Mutex;
 
 use crate::fault::{Fault, Outcome};
 use crate::graph::{self, Action};
-use crate::kernels::Arguments;
 use crate::memory::{self, Span};
-use crate::stream::{Ordered, Point, Run, Stream};
-use crate::{check, order};
+use crate::order;
+use crate::queue::{Ordered, Point, Run, Stream};
+use crate::tensor_check;
 
 /// `Span` in native/kernels.cc.
 #[repr(C)]
@@ -46,6 +46,10 @@ unsafe extern "C" {
     fn nvte_ep_native_role(kernel: u32, arguments: *const u64, block: u32, role: u32, memory: *mut u8);
     fn nvte_ep_native_end(kernel: u32, arguments: *const u64, block: u32);
 }
+
+/// `cuLaunchKernel`'s array of pointers to arguments.
+#[derive(Clone, Copy)]
+pub struct Arguments(pub *const *const c_void);
 
 /// Enough for the role that holds the sums of the widest piece, 64 KiB.
 const STACK_BYTES: usize = 256 * 1024;
@@ -222,7 +226,7 @@ impl Launch {
         for (span, raw) in self.spans(true)? {
             if raw.row_bytes != 0 {
                 let name = format!("{}: {}", self.name, name_of(&raw));
-                check::written(&name, &span, raw.row_bytes as usize, 0..(raw.bytes / raw.row_bytes) as usize)?;
+                tensor_check::written(&name, &span, raw.row_bytes as usize, 0..(raw.bytes / raw.row_bytes) as usize)?;
             }
         }
         KEPT.with_borrow_mut(|kept| self.run_roles(kept))

@@ -11,10 +11,11 @@ use nvte_ep_bindings::*;
 use parking_lot::Mutex;
 
 use crate::batch;
-use crate::check::{self, Rule};
+use crate::check;
 use crate::fault::{Fault, Outcome};
 use crate::line::Line;
 use crate::memory::{self, Span};
+use crate::rule::Rule;
 use crate::sys::{self, FileId, Mapping};
 
 /// Memory registered with a communicator.

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use common::*;
 use nvte_ep_bindings::*;
-use nvte_ep_host::check::Rule;
+use nvte_ep_host::rule::Rule;
 use nvte_ep_host::settings::{POLICY_VARIABLE, Policy};
 use nvte_ep_host::surface::cuda_driver::cuDeviceGetAttribute;
 use nvte_ep_host::surface::cuda_driver_memory::cuPointerGetAttributes;

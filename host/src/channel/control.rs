@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use nvte_ep_bindings::{cudaErrorOperatingSystem, ncclInvalidArgument, ncclSystemError};
 
-use crate::check::Rule;
 use crate::fault::{Fault, Outcome};
+use crate::rule::Rule;
 use crate::sys::{self, FileId, Mapping};
 
 /// Marks a control block and its format.

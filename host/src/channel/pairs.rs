@@ -17,10 +17,10 @@ use nvte_ep_bindings::{
 use super::control::system;
 use super::staging::Staging;
 use super::{Channel, LIVENESS_PERIOD, PIECE_BYTES, name_ranks};
-use crate::check::Rule;
 use crate::dtype;
 use crate::fault::{Fault, Outcome};
 use crate::memory::Span;
+use crate::rule::Rule;
 use crate::settings;
 use crate::sys::{self, FileId, Mapping};
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use nvte_ep_bindings::*;
 
 use crate::channel::{Channel, Offer, PIECE_BYTES};
-use crate::check::{self, Rule};
+use crate::check;
 use crate::dtype::{self, TokenType};
 use crate::ep::desc::{self, Place, Tensor, invalid};
 use crate::ep::dispatch::{check_limits, check_tokens};
@@ -19,7 +19,9 @@ use crate::ep::handle::{Arrivals, Handle};
 use crate::ep::routing_header::RoutingHeader;
 use crate::fault::{Fault, Outcome};
 use crate::memory::Span;
-use crate::stream::Stream;
+use crate::queue::Stream;
+use crate::rule::Rule;
+use crate::tensor_check;
 
 const FUNCTION: &str = "ncclEpCombine";
 /// Most rows of a token on a rank where duplicates are summed in place.
@@ -317,10 +319,10 @@ impl Combine {
             return Err(Fault::both(cudaErrorLaunchFailure, ncclUnhandledCudaError, text).breaks(Rule::RowLimit));
         }
         let used = || arrivals.slots.iter().filter_map(|slot| usize::try_from(*slot).ok());
-        check::written(&format!("{FUNCTION}: inputs.tokens"), &self.input, self.row_bytes, used())?;
+        tensor_check::written(&format!("{FUNCTION}: inputs.tokens"), &self.input, self.row_bytes, used())?;
         if let Some((by_row, _, _)) = &self.weights {
             let width = if self.handle.layout == Layout::Flat { self.handle.top_k * 4 } else { 4 };
-            check::written(&format!("{FUNCTION}: inputs.topk_weights"), by_row, width, used())?;
+            tensor_check::written(&format!("{FUNCTION}: inputs.topk_weights"), by_row, width, used())?;
         }
         Ok(())
     }

@@ -8,11 +8,12 @@ use std::sync::{Arc, LazyLock};
 use nvte_ep_bindings::*;
 use parking_lot::Mutex;
 
-use crate::check::{self, Rule};
 use crate::comm::Comm;
 use crate::dtype;
 use crate::fault::{Fault, Outcome};
 use crate::memory::Span;
+use crate::rule::Rule;
+use crate::tensor_check;
 use crate::windows::Window;
 
 /// `magic` of a descriptor from `ncclEpTensorAlloc`.
@@ -273,7 +274,7 @@ impl Tensor {
         }
         // SAFETY: the caller vouches for the memory that the descriptor names.
         let span = unsafe { Span::new(data, bytes) }.map_err(|f| about(&name, f.breaks(Rule::MemoryBounds)))?;
-        check::tensor_memory(&name, &span, comm.device.ordinal)?;
+        tensor_check::tensor_memory(&name, &span, comm.device.ordinal)?;
         let has_data = !descriptor.data.is_null();
         let window = (!descriptor.win_hdl.is_null()).then_some((descriptor.win_hdl as usize, descriptor.win_offset));
         Ok(Some(Self { name, datatype: descriptor.datatype, shape, span, has_data, window }))

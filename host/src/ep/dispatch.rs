@@ -6,7 +6,7 @@ use std::sync::Arc;
 use nvte_ep_bindings::*;
 
 use crate::channel::{Channel, PIECE_BYTES};
-use crate::check::{self, Rule};
+use crate::check;
 use crate::dtype::{self, TokenType};
 use crate::ep::desc::{self, Place, Tensor, invalid};
 use crate::ep::group::Layout;
@@ -15,7 +15,9 @@ use crate::ep::routing_header::RoutingHeader;
 use crate::fault::{Fault, Outcome};
 use crate::graph;
 use crate::memory::Span;
-use crate::stream::Stream;
+use crate::queue::Stream;
+use crate::rule::Rule;
+use crate::tensor_check;
 
 const FUNCTION: &str = "ncclEpDispatch";
 /// An expert (i32) and its weight (f32).
@@ -331,10 +333,10 @@ impl Dispatch {
     /// In eager mode programs dispatch whatever a buffer holds to learn what they receive, which harms nothing.
     fn judge_rows(&self, name: &str, span: &Span, row_bytes: usize, rows: impl Iterator<Item = usize>) -> Outcome<()> {
         if self.handle.group.eager {
-            check::should_be_written(name, span, row_bytes, rows);
+            tensor_check::should_be_written(name, span, row_bytes, rows);
             return Ok(());
         }
-        check::written(name, span, row_bytes, rows)
+        tensor_check::written(name, span, row_bytes, rows)
     }
 
     /// Staged: every rank offers its rows, some tokens at a time, and takes those that it receives. Gives the weights by

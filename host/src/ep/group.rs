@@ -9,9 +9,10 @@ use std::thread::ThreadId;
 use nvte_ep_bindings::*;
 use parking_lot::Mutex;
 
+use crate::acting;
 use crate::batch;
 use crate::channel::name_ranks;
-use crate::check::{self, Rule};
+use crate::check;
 use crate::comm::Comm;
 use crate::device::SM_COUNT;
 use crate::ep::desc::invalid;
@@ -19,6 +20,7 @@ use crate::ep::memory_layout::{MemoryLayout, Rows};
 use crate::fault::{Fault, Outcome};
 use crate::graph;
 use crate::line::Line;
+use crate::rule::Rule;
 use crate::stats;
 
 const FUNCTION: &str = "ncclEpCreateGroup";
@@ -272,7 +274,7 @@ impl Group {
         let group = found.ok_or_else(|| {
             invalid(format!("{function}: {handle:p} is not a live EP group")).breaks(Rule::DestroyedObject)
         })?;
-        check::act_as(group.comm.rank);
+        acting::act_as(group.comm.rank);
         Ok(group)
     }
 

@@ -8,13 +8,14 @@ use std::sync::{Arc, LazyLock};
 use nvte_ep_bindings::*;
 use parking_lot::Mutex;
 
-use crate::check::{self, Rule};
+use crate::acting;
 use crate::ep::desc::{Tensor, invalid};
 use crate::ep::group::{Group, Layout, layout_of};
 use crate::ep::memory_layout::{MemoryLayout, Slots};
 use crate::fault::{Fault, Outcome};
 use crate::graph;
 use crate::memory::{self, Span};
+use crate::rule::Rule;
 use crate::stats;
 
 /// Largest top-k of the local-permute kernels.
@@ -140,7 +141,7 @@ impl Handle {
         let found = found.ok_or_else(|| {
             invalid(format!("{function}: {handle:p} is not a live EP handle")).breaks(Rule::DestroyedObject)
         })?;
-        check::act_as(found.group.comm.rank);
+        acting::act_as(found.group.comm.rank);
         found.group.check_alive(function)?;
         found.group.check_comm(function)?;
         let name = |fault: Fault| Fault { text: format!("{function}: handle_mem: {}", fault.text), ..fault };
@@ -161,7 +162,7 @@ impl Handle {
             return Err(invalid(text).breaks(Rule::DestroyedObject));
         };
         found.group.handles.fetch_sub(1, Ordering::Relaxed);
-        check::act_as(found.group.comm.rank);
+        acting::act_as(found.group.comm.rank);
         let _use = found.group.enter("ncclEpHandleDestroy")?;
         stats::count(|s| &s.handles_destroyed);
         if let Some(base) = found.owned {

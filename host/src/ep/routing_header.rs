@@ -2,9 +2,10 @@
 //!
 //! It is a part of the bytes, so it moves with them, and replays of a graph keep it current.
 
-use crate::check::{self, Rule};
+use crate::check;
 use crate::ep::handle::HandleMemory;
 use crate::fault::Outcome;
+use crate::rule::Rule;
 
 const MAGIC: u64 = 0x6e76_7465_726f_7574;
 /// Words of a header; the part of handle memory that it lies in has 256 bytes at least.

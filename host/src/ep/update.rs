@@ -6,7 +6,7 @@ use nvte_ep_bindings::*;
 
 use crate::batch;
 use crate::channel::Channel;
-use crate::check::{self, Rule};
+use crate::check;
 use crate::ep::desc::{self, Tensor, invalid};
 use crate::ep::group::Layout;
 use crate::ep::handle::{Handle, read_indices};
@@ -15,7 +15,9 @@ use crate::ep::routing::{Routing, Shape, route, route_duplicates};
 use crate::ep::routing_header::{self, RoutingHeader};
 use crate::fault::{Fault, Outcome};
 use crate::memory::Span;
-use crate::stream::Stream;
+use crate::queue::Stream;
+use crate::rule::Rule;
+use crate::tensor_check;
 
 const FUNCTION: &str = "ncclEpUpdateHandle";
 
@@ -106,7 +108,7 @@ impl Update {
     fn run(&self, channel: &mut Channel) -> Outcome<()> {
         let group = &self.handle.group;
         let top_k = self.handle.top_k;
-        check::written(&self.topk.name, &self.topk.span, top_k * self.width, 0..self.tokens)?;
+        tensor_check::written(&self.topk.name, &self.topk.span, top_k * self.width, 0..self.tokens)?;
         let given = self.topk.span.view(0, self.tokens * top_k * self.width);
         let staged = channel.stage(self.tokens * top_k * 4)?;
         let targets = staged.as_chunks_mut::<4>().0;

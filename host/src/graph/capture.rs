@@ -10,10 +10,10 @@ use nvte_ep_bindings::*;
 use parking_lot::Mutex;
 
 use super::nodes::{Action, Node};
-use crate::check::Rule;
 use crate::device::Device;
 use crate::fault::{Fault, Outcome};
-use crate::stream::{Kind, Stream};
+use crate::queue::{Kind, Stream};
+use crate::rule::Rule;
 
 /// Which other calls a capture forbids, and to whom.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

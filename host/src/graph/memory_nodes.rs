@@ -9,7 +9,7 @@ use super::capture::{is_capturing, record};
 use super::nodes::{GRAPH_MEMORY, GraphMemory, memory_node, poison};
 use crate::fault::{Fault, Outcome};
 use crate::memory::{self, Span};
-use crate::stream::Stream;
+use crate::queue::Stream;
 
 /// Allocates in the order of a captured stream: a node of the graph, whose launches allocate the memory. Nothing if the
 /// stream is not captured.

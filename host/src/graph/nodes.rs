@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use crate::channel::Breaker;
 use crate::fault::{Fault, Outcome};
 use crate::memory::{self, Span};
-use crate::stream::{Point, Run, Stream};
+use crate::queue::{Point, Run, Stream};
 
 /// Enqueues a node's work on a stream, behind points of others.
 pub type Enqueue = Arc<dyn Fn(&Arc<Stream>, Vec<Point>) -> Outcome<Point> + Send + Sync>;

@@ -13,7 +13,7 @@ use super::nodes::{MemoryNode, Node};
 use crate::check;
 use crate::device::Device;
 use crate::fault::{Fault, Outcome};
-use crate::stream::{Kind, Point, Run, Stream};
+use crate::queue::{Kind, Point, Run, Stream};
 
 thread_local! {
     /// Which replay of a graph this thread enqueues.

@@ -5,10 +5,10 @@ use std::ffi::{c_char, c_int, c_uint};
 use nvte_ep_bindings::*;
 
 use super::{driver, driver_current, put};
-use crate::check::Call;
+use crate::acting::Call;
 use crate::device::{self, Device};
 use crate::fault::{Fault, Outcome};
-use crate::stream::Stream;
+use crate::queue::Stream;
 use crate::{errors, graph};
 
 /// The device that a handle names.

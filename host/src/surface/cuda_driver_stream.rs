@@ -6,8 +6,9 @@ use nvte_ep_bindings::*;
 
 use super::cuda_driver::on_stream;
 use super::{driver, driver_current, put};
+use crate::event::Event;
 use crate::fault::Fault;
-use crate::stream::{Event, Stream};
+use crate::queue::Stream;
 use crate::{device, graph};
 
 /// A graph.

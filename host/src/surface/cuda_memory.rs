@@ -7,7 +7,7 @@ use nvte_ep_bindings::*;
 use super::{free_device, free_pinned, put, runtime};
 use crate::fault::Fault;
 use crate::memory::{self, Kind};
-use crate::stream::Stream;
+use crate::queue::Stream;
 use crate::{copy, device, graph, machine};
 
 /// Allocates device memory.

@@ -7,7 +7,8 @@ use nvte_ep_bindings::*;
 use super::cuda_driver::on_stream;
 use super::{driver_current, put};
 use crate::fault::Fault;
-use crate::kernels::{self, Arguments, Kernel};
+use crate::kernels::{self, Kernel};
+use crate::native::Arguments;
 
 /// Shared memory that a block may have, as on the GPU that devices report to be.
 const SHARED_BYTES: c_int = 227 * 1024;

@@ -8,7 +8,7 @@ pub use super::cuda_memory::*;
 pub use super::cuda_stream::*;
 use super::{LAST_RUNTIME_ERROR, put, runtime, runtime_query};
 use crate::fault::Fault;
-use crate::stream::Stream;
+use crate::queue::Stream;
 use crate::{device, errors, graph, memory};
 
 /// Number of devices.

@@ -5,8 +5,9 @@ use std::ffi::{c_int, c_uint, c_void};
 use nvte_ep_bindings::*;
 
 use super::{put, runtime, runtime_query};
+use crate::event::Event;
 use crate::fault::Fault;
-use crate::stream::{Event, Stream};
+use crate::queue::Stream;
 use crate::{device, graph};
 
 /// An event.

@@ -9,8 +9,9 @@ use std::sync::atomic::Ordering;
 use nvte_ep_bindings::{cudaErrorInvalidValue, cudaSuccess};
 
 use crate::caller::{self, Caller};
-use crate::check::{self, Rule};
+use crate::check;
 use crate::device;
+use crate::rule::Rule;
 use crate::stats::COUNTERS;
 use crate::{comm, inject, memory, settings, stream};
 

@@ -20,14 +20,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use nvte_ep_bindings::*;
 
-use crate::check::{self, Call};
+use crate::acting::Call;
+use crate::check;
 use crate::device::{self, Device};
 use crate::fault::{Fault, Outcome, contain, report};
 use crate::graph;
 use crate::inject;
 use crate::line;
+use crate::queue;
 use crate::settings;
-use crate::stream;
 
 thread_local! {
     static LAST_RUNTIME_ERROR: Cell<cudaError_t> = const { Cell::new(cudaSuccess) };
@@ -140,7 +141,7 @@ fn refuse_out_of_place() -> Outcome<()> {
         let text = "CUDA and NCCL cannot be used in a process that was forked after their first use";
         return Err(Fault::both(cudaErrorInitializationError, ncclUnhandledCudaError, text));
     }
-    if stream::on_worker() {
+    if queue::on_worker() {
         return Err(Fault::cuda(cudaErrorNotPermitted, "CUDA calls are not allowed in host functions of a stream"));
     }
     Ok(())
@@ -167,7 +168,7 @@ fn allocate(bytes: usize, kind: crate::memory::Kind, device: &'static Device) ->
 }
 
 /// The same in stream order; on a captured stream each launch of the graph allocates.
-fn allocate_in_order(bytes: usize, stream: &std::sync::Arc<stream::Stream>) -> Outcome<*mut c_void> {
+fn allocate_in_order(bytes: usize, stream: &std::sync::Arc<queue::Stream>) -> Outcome<*mut c_void> {
     match graph::allocate_memory(bytes, stream)? {
         Some(address) => Ok(address as *mut c_void),
         None => {
@@ -218,7 +219,7 @@ fn free_device(pointer: *mut c_void, device: &'static Device) -> Outcome<()> {
 
 /// Status and id of a stream's capture; `details` are places for what is not supported.
 fn capture_info(
-    stream: &std::sync::Arc<stream::Stream>,
+    stream: &std::sync::Arc<queue::Stream>,
     details: &[*mut c_void],
 ) -> Outcome<(cudaStreamCaptureStatus, u64)> {
     let info = graph::status(stream)?;

@@ -15,7 +15,7 @@ use crate::errors;
 use crate::graph;
 use crate::line;
 use crate::memory::{self, Kind};
-use crate::stream::Stream;
+use crate::queue::Stream;
 
 /// Version of NCCL whose interface this is.
 #[allow(clippy::cast_possible_wrap, reason = "a version code fits an int")]

@@ -15,7 +15,7 @@ use crate::ep::handle::Handle;
 use crate::ep::update;
 use crate::fault::{self, Fault, Outcome};
 use crate::inject;
-use crate::stream::Stream;
+use crate::queue::Stream;
 
 /// Version of NCCL EP whose interface this is.
 const VERSION: c_int = (NCCL_EP_MAJOR * 10_000 + NCCL_EP_MINOR * 100 + NCCL_EP_PATCH) as c_int;
