@@ -98,3 +98,30 @@ fn a_graph_holds_a_step_and_its_routing_is_taken_up_after_a_launch() {
     assert_eq!(stream.clone_dtoh(&grad_rows).unwrap(), vec![3f32; C * H]);
     stream.synchronize().unwrap();
 }
+
+#[cfg(feature = "half")]
+#[test]
+fn tokens_of_the_crate_half() {
+    use half::bf16;
+    if elsewhere("tokens_of_the_crate_half") {
+        return;
+    }
+    let stream = CudaContext::new(0).unwrap().new_stream().unwrap();
+    let group = group();
+    let mut handle = group.layer(LAYER).unwrap().handle().unwrap();
+    let topk_idx = stream.clone_htod(&[0i32, 3].repeat(T)).unwrap();
+    let values: Vec<bf16> = (0..T * H).map(|i| bf16::from_f32((i % 100) as f32)).collect();
+    let tokens = stream.clone_htod(&values).unwrap();
+    let mut counts = stream.alloc_zeros::<i32>(4).unwrap();
+    let mut recv = stream.alloc_zeros::<bf16>(C * H).unwrap();
+    let mut result = stream.alloc_zeros::<bf16>(T * H).unwrap();
+    let prepare = Prepare { topk_idx: &topk_idx, token_counts: &mut counts, total: None };
+    let (sent, received) = (Rows::new(&tokens, H), RowsMut::new(&mut recv, H));
+    let dispatch = Dispatch { tokens: sent, recv_tokens: received, weights: None };
+    let step = handle.prepare_and_dispatch(prepare, dispatch, &stream).unwrap();
+    let (expert_out, sums) = (Rows::new(&recv, H), RowsMut::new(&mut result, H));
+    step.combine(Combine { expert_out, result: sums }, &stream).unwrap();
+    let twice: Vec<bf16> = values.iter().map(|value| bf16::from_f32(2.0 * value.to_f32())).collect();
+    assert_eq!(stream.clone_dtoh(&result).unwrap(), twice);
+    stream.synchronize().unwrap();
+}
