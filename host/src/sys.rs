@@ -1,99 +1,67 @@
 //! The few Linux facilities below the shared-memory channels: futex, memfd, mappings, process liveness.
 
-use std::ffi::CString;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::ptr::{self, NonNull};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::ptr;
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
-/// A shared mapping of a file, unmapped when dropped.
-#[derive(Debug)]
-pub struct Mapping {
-    base: NonNull<u8>,
-    len: usize,
-}
+use memmap2::{MmapOptions, MmapRaw};
+use rustix::fs::{FallocateFlags, MemfdFlags, Timespec};
+use rustix::io::Errno;
+use rustix::thread::futex;
 
-// SAFETY: the mapping is owned memory; who may touch which bytes when is the channel protocol's business.
-unsafe impl Send for Mapping {}
-// SAFETY: as above; shared access goes through atomics or through ranges that the protocol hands to one rank.
-unsafe impl Sync for Mapping {}
+/// A shared mapping of a file, unmapped when dropped.
+///
+/// Who may touch which bytes when is the channel protocol's business: shared access goes through atomics or through ranges that
+/// it hands to one rank.
+#[derive(Debug)]
+pub struct Mapping(MmapRaw);
 
 impl Mapping {
     /// Maps the first `len` bytes (non-zero) of `fd` shared, readable and writable.
     pub fn shared(fd: BorrowedFd<'_>, len: usize) -> io::Result<Self> {
-        // SAFETY: a fresh mapping at an address of the kernel's choice touches no existing memory.
-        let base = unsafe {
-            libc::mmap(ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED, fd.as_raw_fd(), 0)
-        };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mmap returned address zero"))?;
-        Ok(Self { base, len })
+        MmapOptions::new().len(len).map_raw(&fd).map(Self)
     }
 
     /// Bytes mapped.
     pub fn byte_len(&self) -> usize {
-        self.len
+        self.0.len()
     }
 
     /// Start of the mapping.
     pub fn base(&self) -> *mut u8 {
-        self.base.as_ptr()
+        self.0.as_mut_ptr()
     }
 
     /// The first `len` bytes.
     pub fn bytes(&self, len: usize) -> &[u8] {
-        assert!(len <= self.len, "mapping of {} bytes read to {len}", self.len);
+        assert!(len <= self.byte_len(), "mapping of {} bytes read to {len}", self.byte_len());
         // SAFETY: the range is mapped for as long as self lives; the channel protocol lets no rank write it meanwhile.
-        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), len) }
+        unsafe { std::slice::from_raw_parts(self.base(), len) }
     }
 
     /// The first `len` bytes, writable.
     pub fn bytes_mut(&mut self, len: usize) -> &mut [u8] {
-        assert!(len <= self.len, "mapping of {} bytes written to {len}", self.len);
+        assert!(len <= self.byte_len(), "mapping of {} bytes written to {len}", self.byte_len());
         // SAFETY: the range is mapped for as long as self lives; the channel protocol lets no peer read it meanwhile.
-        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), len) }
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        // SAFETY: base and len are those of a mapping made in `shared`, which nothing outlives.
-        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
+        unsafe { std::slice::from_raw_parts_mut(self.base(), len) }
     }
 }
 
 /// Creates an anonymous shared-memory file.
 pub fn memfd(name: &str) -> io::Result<OwnedFd> {
-    let name = CString::new(name)?;
-    // SAFETY: name is a C string that lives through the call.
-    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel just gave us this descriptor and nobody else owns it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    Ok(rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)?)
 }
 
 /// Grows `fd` to at least `len` bytes with memory really reserved, so that running out is an error and no SIGBUS.
 pub fn reserve(fd: BorrowedFd<'_>, len: usize) -> io::Result<()> {
-    let len = libc::off_t::try_from(len).map_err(io::Error::other)?;
-    loop {
-        // SAFETY: fallocate touches no memory of ours.
-        if unsafe { libc::fallocate(fd.as_raw_fd(), 0, 0, len) } == 0 {
-            return Ok(());
-        }
-        let error = io::Error::last_os_error();
-        match error.raw_os_error() {
-            Some(libc::EINTR) => {}
-            // A file system without fallocate (the temporary folder may be one): write the size instead.
-            // SAFETY: ftruncate touches no memory of ours.
-            Some(libc::EOPNOTSUPP) if unsafe { libc::ftruncate(fd.as_raw_fd(), len) } == 0 => return Ok(()),
-            _ => return Err(error),
-        }
+    let len = len as u64;
+    match rustix::io::retry_on_intr(|| rustix::fs::fallocate(fd, FallocateFlags::empty(), 0, len)) {
+        // A file system without fallocate (the temporary folder may be one): write the size instead.
+        Err(Errno::OPNOTSUPP) => Ok(rustix::fs::ftruncate(fd, len)?),
+        reserved => Ok(reserved?),
     }
 }
 
@@ -142,52 +110,19 @@ pub fn pid_namespace() -> u64 {
 
 /// Bytes that a folder's file system has room for.
 pub fn free_space(folder: &std::path::Path) -> u64 {
-    use std::os::unix::ffi::OsStrExt;
-    let Ok(path) = CString::new(folder.as_os_str().as_bytes()) else { return 0 };
-    let mut found = std::mem::MaybeUninit::<libc::statvfs>::uninit();
-    // SAFETY: path is a C string that lives through the call, and the result is ours.
-    if unsafe { libc::statvfs(path.as_ptr(), found.as_mut_ptr()) } != 0 {
-        return 0;
-    }
-    // SAFETY: filled by the call that succeeded.
-    let found = unsafe { found.assume_init() };
-    found.f_bavail.saturating_mul(found.f_frsize)
+    rustix::fs::statvfs(folder).map_or(0, |found| found.f_bavail.saturating_mul(found.f_frsize))
 }
 
 /// Sleeps until `word` no longer holds `expected`, somebody wakes it, or `timeout` passed.
 pub fn futex_wait(word: &AtomicU32, expected: u32, timeout: Duration) {
-    let timeout = libc::timespec {
-        tv_sec: libc::time_t::try_from(timeout.as_secs()).unwrap_or(libc::time_t::MAX),
-        tv_nsec: libc::c_long::from(timeout.subsec_nanos()),
-    };
-    // SAFETY: word and timeout live through the call; every return reason is handled by the caller's loop.
-    unsafe {
-        libc::syscall(
-            libc::SYS_futex,
-            word.as_ptr(),
-            libc::FUTEX_WAIT,
-            expected,
-            &raw const timeout,
-            ptr::null::<u32>(),
-            0,
-        )
-    };
+    let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
+    // Not private: ranks are processes. Whatever it returns, the caller looks again.
+    let _ = futex::wait(word, futex::Flags::empty(), expected, Some(&timeout));
 }
 
 /// Wakes every thread that sleeps on `word`, in every process.
 pub fn futex_wake_all(word: &AtomicU32) {
-    // SAFETY: word lives through the call.
-    unsafe {
-        libc::syscall(
-            libc::SYS_futex,
-            word.as_ptr(),
-            libc::FUTEX_WAKE,
-            i32::MAX,
-            ptr::null::<u8>(),
-            ptr::null::<u32>(),
-            0,
-        )
-    };
+    let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
 }
 
 /// Keeps the process's signals away from the calling thread, so that its handlers run where programs expect them.
@@ -214,7 +149,8 @@ pub fn start_time(pid: u32) -> Option<u64> {
 /// Sixteen random bytes.
 pub fn random_bytes() -> io::Result<[u8; 16]> {
     let mut bytes = [0u8; 16];
-    // SAFETY: the buffer is ours and as long as we say.
-    let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
-    if usize::try_from(got) == Ok(bytes.len()) { Ok(bytes) } else { Err(io::Error::last_os_error()) }
+    match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())? {
+        16 => Ok(bytes),
+        got => Err(io::Error::other(format!("the kernel gave {got} random bytes of 16"))),
+    }
 }
