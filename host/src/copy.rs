@@ -12,19 +12,19 @@ use crate::queue::Stream;
 
 /// Where one end of a copy is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
+enum Residence {
     Device,
     Pinned,
     Pageable,
 }
 
-/// The place of an address; untracked memory counts as device memory where the caller says that it is.
-fn place(address: usize, said_device: bool) -> Place {
+/// Where an address is; untracked memory counts as device memory where the caller says that it is.
+fn residence(address: usize, said_device: bool) -> Residence {
     match memory::find(address).map(|allocation| allocation.kind) {
-        Some(Kind::Device | Kind::Nccl | Kind::Graph) => Place::Device,
-        Some(Kind::Pinned | Kind::Registered) => Place::Pinned,
-        None if said_device => Place::Device,
-        None => Place::Pageable,
+        Some(Kind::Device | Kind::Nccl | Kind::Graph) => Residence::Device,
+        Some(Kind::Pinned | Kind::Registered) => Residence::Pinned,
+        None if said_device => Residence::Device,
+        None => Residence::Pageable,
     }
 }
 
@@ -51,11 +51,11 @@ pub unsafe fn copy(
     if bytes == 0 {
         return if wait { stream.synchronize() } else { Ok(()) };
     }
-    let to_place = place(to.address(), matches!(kind, cudaMemcpyHostToDevice | cudaMemcpyDeviceToDevice));
-    let from_place = place(from.address(), matches!(kind, cudaMemcpyDeviceToHost | cudaMemcpyDeviceToDevice));
+    let to_residence = residence(to.address(), matches!(kind, cudaMemcpyHostToDevice | cudaMemcpyDeviceToDevice));
+    let from_residence = residence(from.address(), matches!(kind, cudaMemcpyDeviceToHost | cudaMemcpyDeviceToDevice));
     // A graph reads pageable memory each time that it is launched.
     let captured = graph::is_capturing(stream);
-    if !captured && !wait && from_place == Place::Pageable && to_place != Place::Pageable {
+    if !captured && !wait && from_residence == Residence::Pageable && to_residence != Residence::Pageable {
         let content = from.view(0, bytes).to_vec();
         let run = move || {
             to.write(0, &content);
@@ -67,7 +67,7 @@ pub unsafe fn copy(
         to.copy_from(&from);
         Ok(())
     })?;
-    if let Some(done) = done.filter(|_| wait || to_place == Place::Pageable) {
+    if let Some(done) = done.filter(|_| wait || to_residence == Residence::Pageable) {
         done.host_wait();
         stream.device().check()?;
     }
@@ -137,7 +137,7 @@ pub unsafe fn copy_rows(
     };
     let (to, from) = (span(target)?, span(source)?);
     let (to_pitch, from_pitch) = (target.pitch, source.pitch);
-    let pageable = [to, from].iter().any(|span| place(span.address(), false) == Place::Pageable);
+    let pageable = [to, from].iter().any(|span| residence(span.address(), false) == Residence::Pageable);
     let done = stream.enqueue(&[to, from], move || {
         for row in 0..height {
             to.write(row * to_pitch, from.view(row * from_pitch, width));

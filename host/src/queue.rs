@@ -20,7 +20,7 @@ use crate::{float, sys};
 
 /// How a stream relates to the legacy NULL stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum StreamKind {
     /// The NULL stream: waits for all blocking streams, and they for it.
     Legacy,
     /// Created without flags.
@@ -100,7 +100,7 @@ struct Queue {
 /// An ordered queue of work.
 pub struct Stream {
     device: &'static Device,
-    kind: Kind,
+    kind: StreamKind,
     queue: Mutex<Queue>,
     /// Signals the worker.
     arrival: Condvar,
@@ -132,7 +132,7 @@ fn of(device: &Device) -> &'static OfDevice {
 impl Device {
     /// The legacy NULL stream.
     pub fn legacy(&'static self) -> &'static Arc<Stream> {
-        of(self).legacy.get_or_init(|| Stream::create(self, Kind::Legacy))
+        of(self).legacy.get_or_init(|| Stream::create(self, StreamKind::Legacy))
     }
 
     /// Waits until all work enqueued on the device so far has ended.
@@ -155,7 +155,7 @@ pub fn on_worker() -> bool {
 
 impl Stream {
     /// Makes a stream known to its device.
-    pub fn create(device: &'static Device, kind: Kind) -> Arc<Self> {
+    pub fn create(device: &'static Device, kind: StreamKind) -> Arc<Self> {
         let stream =
             Arc::new(Self { device, kind, queue: Mutex::default(), arrival: Condvar::new(), progress: Condvar::new() });
         of(device).streams.lock().push(Arc::clone(&stream));
@@ -187,7 +187,7 @@ impl Stream {
     }
 
     /// How the stream relates to the NULL stream.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> StreamKind {
         self.kind
     }
 
@@ -210,9 +210,11 @@ impl Stream {
         let legacy = self.device.legacy();
         let streams = of(self.device).streams.lock();
         match self.kind {
-            Kind::Legacy => after.extend(streams.iter().filter(|s| s.kind == Kind::Blocking).map(Self::tail)),
-            Kind::Blocking => after.push(legacy.tail()),
-            Kind::NonBlocking => {}
+            StreamKind::Legacy => {
+                after.extend(streams.iter().filter(|s| s.kind == StreamKind::Blocking).map(Self::tail))
+            }
+            StreamKind::Blocking => after.push(legacy.tail()),
+            StreamKind::NonBlocking => {}
         }
         let mut behind = self.queue.lock().behind.clone();
         behind.merge(&order::of_host());
@@ -251,8 +253,10 @@ impl Stream {
     /// The ends of what a wait for the stream waits for: on the NULL stream those of all blocking streams too.
     pub fn tails(self: &Arc<Self>) -> Vec<Point> {
         let mut tails = vec![self.tail()];
-        if self.kind == Kind::Legacy {
-            tails.extend(of(self.device).streams.lock().iter().filter(|s| s.kind == Kind::Blocking).map(Self::tail));
+        if self.kind == StreamKind::Legacy {
+            tails.extend(
+                of(self.device).streams.lock().iter().filter(|s| s.kind == StreamKind::Blocking).map(Self::tail),
+            );
         }
         tails
     }

@@ -13,7 +13,7 @@ use crate::device::Device;
 use crate::fault::{Fault, Outcome};
 use crate::graph::{self, Action};
 use crate::memory::Span;
-use crate::queue::{Kind, Point, Run, Stream};
+use crate::queue::{Point, Run, Stream, StreamKind};
 
 /// The handle that names the legacy NULL stream explicitly.
 const LEGACY_HANDLE: usize = 1;
@@ -46,7 +46,7 @@ impl Stream {
         if flags & !cudaStreamNonBlocking != 0 {
             return Err(Fault::cuda(cudaErrorInvalidValue, format!("unknown stream flags {flags:#x}")));
         }
-        let kind = if flags == 0 { Kind::Blocking } else { Kind::NonBlocking };
+        let kind = if flags == 0 { StreamKind::Blocking } else { StreamKind::NonBlocking };
         let stream = Self::create(device, kind);
         let handle = Arc::as_ptr(&stream) as usize;
         STREAMS.lock().insert(handle, stream);
@@ -59,7 +59,7 @@ impl Stream {
             0 | LEGACY_HANDLE => Ok(Arc::clone(device.legacy())),
             PER_THREAD_HANDLE => Ok(PER_THREAD.with_borrow_mut(|own| {
                 let stream =
-                    own.entry(device.ordinal).or_insert_with(|| OwnStream(Self::create(device, Kind::Blocking)));
+                    own.entry(device.ordinal).or_insert_with(|| OwnStream(Self::create(device, StreamKind::Blocking)));
                 Arc::clone(&stream.0)
             })),
             handle => STREAMS.lock().get(&handle).cloned().ok_or_else(|| {

@@ -56,7 +56,7 @@ pub(super) struct Header {
 
 /// What one rank says about one operation.
 #[repr(C)]
-pub(super) struct Slot {
+pub(super) struct Announcement {
     pub(super) number: AtomicU64,
     pub(super) digest: AtomicU64,
     /// Bytes offered in the staging of this parity.
@@ -116,7 +116,7 @@ pub(super) struct Member {
     pub(super) finished: AtomicU64,
     /// 0, or 1 + the operations after which it destroyed its end.
     pub(super) left: AtomicU64,
-    pub(super) slots: [Slot; 2],
+    pub(super) slots: [Announcement; 2],
 }
 
 /// The control block: header and one member a rank, all atomics.

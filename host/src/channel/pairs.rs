@@ -50,7 +50,7 @@ pub struct Transfer {
 
 /// What a rank sends to one other; zero bytes are a slot without a message.
 #[repr(C)]
-struct Slot {
+struct OutboxSlot {
     /// Pieces filled so far.
     sent: AtomicU64,
     /// Pieces emptied so far.
@@ -68,17 +68,17 @@ struct Slot {
 
 /// A mapped outbox.
 #[derive(Debug)]
-struct Slots(Mapping);
+struct Outbox(Mapping);
 
-impl Slots {
+impl Outbox {
     fn map(fd: &OwnedFd, ranks: usize) -> std::io::Result<Self> {
-        Mapping::shared(fd.as_fd(), ranks * size_of::<Slot>()).map(Self)
+        Mapping::shared(fd.as_fd(), ranks * size_of::<OutboxSlot>()).map(Self)
     }
 
-    fn of(&self, destination: usize) -> &Slot {
-        assert!((destination + 1) * size_of::<Slot>() <= self.0.byte_len(), "destination {destination}");
+    fn of(&self, destination: usize) -> &OutboxSlot {
+        assert!((destination + 1) * size_of::<OutboxSlot>() <= self.0.byte_len(), "destination {destination}");
         // The mapping starts at a page.
-        let slot = self.0.base().wrapping_add(destination * size_of::<Slot>()).cast::<Slot>();
+        let slot = self.0.base().wrapping_add(destination * size_of::<OutboxSlot>()).cast::<OutboxSlot>();
         // SAFETY: the slot is inside the mapping and aligned, and any bytes are valid atomics.
         unsafe { &*slot }
     }
@@ -88,7 +88,7 @@ impl Slots {
 #[derive(Debug, Default)]
 pub(super) struct Pairs {
     /// The own outbox.
-    own: Option<(OwnedFd, Slots)>,
+    own: Option<(OwnedFd, Outbox)>,
     /// The own files, by destination.
     files: HashMap<usize, Staging>,
     /// Outboxes by source, this rank among them.
@@ -97,13 +97,13 @@ pub(super) struct Pairs {
 
 #[derive(Debug)]
 struct Source {
-    slots: Slots,
+    slots: Outbox,
     /// The pair's file.
     file: Option<(OwnedFd, Mapping)>,
 }
 
 /// A transfer that is going on.
-struct Progress<'a> {
+struct Cursor<'a> {
     transfer: &'a Transfer,
     /// Bytes and pieces that have passed.
     bytes: usize,
@@ -132,7 +132,7 @@ impl Channel {
             self.make_outbox()?;
         }
         let mut open: Vec<_> =
-            batch.iter().map(|transfer| Progress { transfer, bytes: 0, pieces: 0, done: false }).collect();
+            batch.iter().map(|transfer| Cursor { transfer, bytes: 0, pieces: 0, done: false }).collect();
         let mut last_move = Instant::now();
         let mut next_look = last_move + LIVENESS_PERIOD;
         loop {
@@ -140,20 +140,20 @@ impl Channel {
             let mut moved = false;
             // Between two ranks messages keep their order.
             let mut waiting = Vec::new();
-            for progress in &mut open {
-                let line = (progress.transfer.direction, progress.transfer.peer);
+            for cursor in &mut open {
+                let line = (cursor.transfer.direction, cursor.transfer.peer);
                 if waiting.contains(&line) {
                     continue;
                 }
                 moved |= match line.0 {
-                    Direction::Send => self.advance_send(progress)?,
-                    Direction::Receive => self.advance_receive(progress)?,
+                    Direction::Send => self.advance_send(cursor)?,
+                    Direction::Receive => self.advance_receive(cursor)?,
                 };
-                if !progress.done {
+                if !cursor.done {
                     waiting.push(line);
                 }
             }
-            open.retain(|progress| !progress.done);
+            open.retain(|cursor| !cursor.done);
             if moved {
                 last_move = Instant::now();
                 self.control.ring();
@@ -162,7 +162,7 @@ impl Channel {
             if moved {
                 continue;
             }
-            let mut missing: Vec<usize> = open.iter().map(|progress| progress.transfer.peer).collect();
+            let mut missing: Vec<usize> = open.iter().map(|cursor| cursor.transfer.peer).collect();
             missing.sort_unstable();
             missing.dedup();
             let what = format!("{}: {}", self.label, first.transfer.describe());
@@ -204,8 +204,8 @@ impl Channel {
         }
         let ranks = self.ranks();
         let made = sys::memfd("nvte-ep-outbox").and_then(|fd| {
-            sys::reserve(fd.as_fd(), ranks * size_of::<Slot>())?;
-            let slots = Slots::map(&fd, ranks)?;
+            sys::reserve(fd.as_fd(), ranks * size_of::<OutboxSlot>())?;
+            let slots = Outbox::map(&fd, ranks)?;
             Ok((fd, slots))
         });
         let (fd, slots) = made.map_err(|error| system("cannot create an outbox", &error))?;
@@ -216,8 +216,8 @@ impl Channel {
     }
 
     /// Takes a send as far as it goes without waiting; gives whether something moved.
-    fn advance_send(&mut self, progress: &mut Progress<'_>) -> Outcome<bool> {
-        let transfer = progress.transfer;
+    fn advance_send(&mut self, cursor: &mut Cursor<'_>) -> Outcome<bool> {
+        let transfer = cursor.transfer;
         let Pairs { own, files, .. } = &mut self.pairs;
         let Some((_, slots)) = own else { return Ok(false) };
         let slot = slots.of(transfer.peer);
@@ -225,18 +225,18 @@ impl Channel {
         if slot.taken.load(Ordering::SeqCst) != sent {
             return Ok(false);
         }
-        if progress.pieces == transfer.pieces() {
-            progress.done = true;
+        if cursor.pieces == transfer.pieces() {
+            cursor.done = true;
             return Ok(true);
         }
-        let length = (transfer.span.byte_len() - progress.bytes).min(PIECE_BYTES);
+        let length = (transfer.span.byte_len() - cursor.bytes).min(PIECE_BYTES);
         let file = match files.entry(transfer.peer) {
             std::collections::hash_map::Entry::Occupied(there) => there.into_mut(),
             std::collections::hash_map::Entry::Vacant(place) => place.insert(Staging::new()?),
         };
         file.grow(length)?;
         if let Some(map) = &mut file.map {
-            transfer.span.read(progress.bytes, map.bytes_mut(length));
+            transfer.span.read(cursor.bytes, map.bytes_mut(length));
         }
         slot.count.store(transfer.count as u64, Ordering::Relaxed);
         slot.datatype.store(transfer.datatype, Ordering::Relaxed);
@@ -246,14 +246,14 @@ impl Channel {
         slot.file_id[1].store(id.inode, Ordering::Relaxed);
         slot.capacity.store(file.capacity() as u64, Ordering::Relaxed);
         slot.sent.store(sent + 1, Ordering::SeqCst);
-        progress.bytes += length;
-        progress.pieces += 1;
+        cursor.bytes += length;
+        cursor.pieces += 1;
         Ok(true)
     }
 
     /// Takes a receive as far as it goes without waiting; gives whether something moved.
-    fn advance_receive(&mut self, progress: &mut Progress<'_>) -> Outcome<bool> {
-        let transfer = progress.transfer;
+    fn advance_receive(&mut self, cursor: &mut Cursor<'_>) -> Outcome<bool> {
+        let transfer = cursor.transfer;
         let ranks = self.ranks();
         let member = &self.control.members()[transfer.peer];
         let Some((outbox, id)) = member.outbox.get() else { return Ok(false) };
@@ -264,7 +264,7 @@ impl Channel {
         let source = match self.pairs.sources.entry(transfer.peer) {
             std::collections::hash_map::Entry::Occupied(there) => there.into_mut(),
             std::collections::hash_map::Entry::Vacant(place) => {
-                let slots = sys::open_fd_of(pid, outbox, id).and_then(|fd| Slots::map(&fd, ranks)).map_err(cannot)?;
+                let slots = sys::open_fd_of(pid, outbox, id).and_then(|fd| Outbox::map(&fd, ranks)).map_err(cannot)?;
                 place.insert(Source { slots, file: None })
             }
         };
@@ -286,7 +286,7 @@ impl Channel {
             let fault = Fault::both(cudaErrorLaunchFailure, ncclInvalidUsage, text).breaks(Rule::CallOrder);
             return Err(self.end(fault));
         }
-        let length = (transfer.span.byte_len() - progress.bytes).min(PIECE_BYTES);
+        let length = (transfer.span.byte_len() - cursor.bytes).min(PIECE_BYTES);
         let capacity = slot.capacity.load(Ordering::Relaxed) as usize;
         if length > 0 && source.file.as_ref().is_none_or(|(_, map)| map.byte_len() < capacity) {
             let opened = match source.file.take() {
@@ -300,12 +300,12 @@ impl Channel {
             source.file = Some(mapped.map_err(cannot)?);
         }
         if let Some((_, map)) = source.file.as_ref().filter(|_| length > 0) {
-            transfer.span.write(progress.bytes, map.bytes(length));
+            transfer.span.write(cursor.bytes, map.bytes(length));
         }
         slot.taken.store(taken + 1, Ordering::SeqCst);
-        progress.bytes += length;
-        progress.pieces += 1;
-        progress.done = progress.pieces == transfer.pieces();
+        cursor.bytes += length;
+        cursor.pieces += 1;
+        cursor.done = cursor.pieces == transfer.pieces();
         Ok(true)
     }
 }

@@ -12,7 +12,7 @@ use nvte_ep_bindings::*;
 use crate::channel::{Channel, Offer, PIECE_BYTES};
 use crate::check;
 use crate::dtype::{self, TokenType};
-use crate::ep::desc::{self, Place, Tensor, invalid};
+use crate::ep::desc::{self, SymmetricAddress, Tensor, invalid};
 use crate::ep::dispatch::{check_limits, check_tokens};
 use crate::ep::group::Layout;
 use crate::ep::handle::{Arrivals, Handle};
@@ -40,7 +40,7 @@ struct Combine {
     input: Span,
     input_rows: usize,
     /// With zero copy, where the input is on every rank.
-    place: Option<Place>,
+    symmetric: Option<SymmetricAddress>,
     output: Span,
     /// BWD: gradients by row, gradients by token, index width.
     weights: Option<(Span, Span, usize)>,
@@ -138,7 +138,7 @@ pub unsafe fn combine(
     if tokens != prepared {
         return Err(result.wrong(format!("must have the {prepared} rows of UpdateHandle's topk_idx")));
     }
-    let place = if group.zero_copy { Some(rows.expect_window(&group.comm)?) } else { None };
+    let symmetric = if group.zero_copy { Some(rows.expect_window(&group.comm)?) } else { None };
     let width = handle.prepared.lock().index_width;
     let what = format!(
         "{FUNCTION}(pass={}, hidden={}, datatype={}, num_topk={}{})",
@@ -146,7 +146,7 @@ pub unsafe fn combine(
         rows.shape[1],
         dtype::name(rows.datatype),
         handle.top_k,
-        place.as_ref().map_or_else(String::new, |place| format!(", {place}")),
+        symmetric.as_ref().map_or_else(String::new, |place| format!(", {place}")),
     );
     let combine = Combine {
         handle: Arc::clone(&handle),
@@ -155,7 +155,7 @@ pub unsafe fn combine(
         row_bytes,
         input: rows.span,
         input_rows,
-        place,
+        symmetric,
         output: result.span,
         weights: weights.map(|(by_row, by_token)| (by_row, by_token, width)),
         what,
@@ -185,8 +185,8 @@ impl Combine {
         let memory = &self.handle.memory;
         let source_map = memory.read_i32(memory.layout.source_map, self.tokens * ranks);
         let token_map = memory.read_i32(memory.layout.token_map, ranks * group.max_tokens);
-        let windows = match &self.place {
-            Some(place) => (0..ranks).map(|rank| place.on(rank)).collect::<Outcome<Vec<_>>>()?,
+        let windows = match &self.symmetric {
+            Some(symmetric) => (0..ranks).map(|rank| symmetric.on(rank)).collect::<Outcome<Vec<_>>>()?,
             None => Vec::new(),
         };
         let columns = self.row_bytes / self.token_type.size();
@@ -235,7 +235,7 @@ impl Combine {
                 break;
             }
         }
-        if self.place.is_some() {
+        if self.symmetric.is_some() {
             // The peers' next work on their windows waits until all have read them.
             channel.exchange(&format!("{}: rows read", self.what), [0; 4], 0)?;
         }
@@ -297,7 +297,7 @@ impl Combine {
 
     /// Bytes of a token's row as it is offered: the partial sum, or with zero copy the number of the row that holds it.
     fn head_bytes(&self) -> usize {
-        if self.place.is_some() { size_of::<i32>() } else { self.row_bytes }
+        if self.symmetric.is_some() { size_of::<i32>() } else { self.row_bytes }
     }
 
     /// Bytes of a token's pairs.
@@ -383,7 +383,7 @@ impl Combine {
             }
             self.token_type.store(&sums, partial);
         };
-        if self.place.is_some() {
+        if self.symmetric.is_some() {
             let mut sum = vec![0u8; self.row_bytes];
             for (there, slots) in first.as_chunks_mut::<4>().0.iter_mut().zip(slots_of()) {
                 if slots.get(1).is_some_and(|slot| *slot >= 0) {

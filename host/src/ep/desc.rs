@@ -141,13 +141,13 @@ pub struct Tensor {
 
 /// Where a tensor lies on every rank.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct SymmetricAddress {
     window: Arc<Window>,
     offset: usize,
     number: u64,
 }
 
-impl Place {
+impl SymmetricAddress {
     /// The memory of a rank from the tensor's start to the window's end.
     pub fn on(&self, rank: usize) -> Outcome<Span> {
         self.window.check_registered()?;
@@ -155,7 +155,7 @@ impl Place {
     }
 }
 
-impl std::fmt::Display for Place {
+impl std::fmt::Display for SymmetricAddress {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "window {} + {}", self.number, self.offset)
     }
@@ -334,7 +334,7 @@ impl Tensor {
     }
 
     /// The window that holds the tensor, on every rank at the same offset, as zero copy needs it.
-    pub fn expect_window(&self, comm: &Comm) -> Outcome<Place> {
+    pub fn expect_window(&self, comm: &Comm) -> Outcome<SymmetricAddress> {
         let Some((handle, offset)) = self.window else {
             return Err(self.wrong("must lie in a window, as the group's zero_copy is ON").breaks(Rule::WindowMissing));
         };
@@ -349,7 +349,7 @@ impl Tensor {
             let text = format!("has data at {:#x}, but its window offset is {address:p}", self.span.address());
             return Err(self.wrong(text).breaks(Rule::WindowBounds));
         }
-        Ok(Place { window, offset: offset as usize, number })
+        Ok(SymmetricAddress { window, offset: offset as usize, number })
     }
 
     /// The two dimensions of a matrix.

@@ -8,7 +8,7 @@ use nvte_ep_bindings::*;
 use crate::channel::{Channel, PIECE_BYTES};
 use crate::check;
 use crate::dtype::{self, TokenType};
-use crate::ep::desc::{self, Place, Tensor, invalid};
+use crate::ep::desc::{self, SymmetricAddress, Tensor, invalid};
 use crate::ep::group::Layout;
 use crate::ep::handle::{Arrivals, Handle, MAX_TOP_K};
 use crate::ep::routing_header::RoutingHeader;
@@ -29,7 +29,7 @@ struct Lane {
     input: Span,
     output: Span,
     /// With zero copy, where the output is on every rank.
-    place: Option<Place>,
+    symmetric: Option<SymmetricAddress>,
 }
 
 struct Dispatch {
@@ -192,8 +192,8 @@ pub unsafe fn dispatch(
     let lanes = pairs
         .iter()
         .map(|(sent, received)| {
-            let place = if group.zero_copy { Some(received.expect_window(&group.comm)?) } else { None };
-            Ok(Lane { row_bytes: sent.row_bytes()?, input: sent.span, output: received.span, place })
+            let symmetric = if group.zero_copy { Some(received.expect_window(&group.comm)?) } else { None };
+            Ok(Lane { row_bytes: sent.row_bytes()?, input: sent.span, output: received.span, symmetric })
         })
         .collect::<Outcome<Vec<_>>>()?;
     let row_bytes: usize = lanes.iter().map(|lane| lane.row_bytes).sum();
@@ -266,7 +266,7 @@ pub unsafe fn dispatch(
     let scales = pairs.get(1).map_or_else(String::new, |(scales, _)| {
         format!(", scales={} x {}", scales.shape[1], dtype::name(scales.datatype))
     });
-    let places: String = lanes.iter().flat_map(|lane| &lane.place).map(|place| format!(", {place}")).collect();
+    let places: String = lanes.iter().flat_map(|lane| &lane.symmetric).map(|place| format!(", {place}")).collect();
     let what = format!(
         "{FUNCTION}(pass={}, hidden={}, datatype={}, num_topk={}{scales}{places})",
         if forward { "FWD" } else { "BWD" },
@@ -423,8 +423,8 @@ impl Dispatch {
             let offer = channel.offer(rank)?;
             let first_rows = offer.bytes[..offer.args[1] as usize * 4].as_chunks::<4>().0;
             for lane in &self.lanes {
-                let Some(place) = &lane.place else { continue };
-                let there = place.on(rank)?;
+                let Some(symmetric) = &lane.symmetric else { continue };
+                let there = symmetric.on(rank)?;
                 for token in 0..self.tokens {
                     let Ok(position) = usize::try_from(source_map[token * ranks + rank]) else { continue };
                     let row = first_rows.get(position).map(|row| i32::from_ne_bytes(*row) as usize * lane.row_bytes);

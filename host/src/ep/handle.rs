@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use crate::acting;
 use crate::ep::desc::{Tensor, invalid};
 use crate::ep::group::{Group, Layout, layout_of};
-use crate::ep::memory_layout::{MemoryLayout, Slots};
+use crate::ep::memory_layout::{MemoryLayout, TokenRows};
 use crate::fault::{Fault, Outcome};
 use crate::graph;
 use crate::memory::{self, Span};
@@ -345,7 +345,7 @@ impl Arrivals {
         let received = usize::try_from(received).ok().filter(|n| *n <= capacity).ok_or_else(unprepared)?;
         let top_k = handle.top_k;
         if handle.layout == Layout::Flat {
-            let Slots::Experts(offset) = layout.slots else { return Err(unprepared()) };
+            let TokenRows::Experts(offset) = layout.slots else { return Err(unprepared()) };
             let flags = memory.span.view(offset, received * local_experts);
             let flat_experts = experts_of(flags, local_experts, top_k).ok_or_else(unprepared)?;
             let slots = (0..received * top_k).map(|i| if i % top_k == 0 { (i / top_k) as i32 } else { -1 }).collect();
@@ -354,8 +354,8 @@ impl Arrivals {
         let counts = memory.read_i32(layout.counts, local_experts);
         let bases = memory.read_i64(layout.bases, local_experts + 1);
         let slots = match layout.slots {
-            Slots::Rows(offset) => memory.read_i32(offset, received * handle.top_k),
-            Slots::Experts(offset) => {
+            TokenRows::Rows(offset) => memory.read_i32(offset, received * handle.top_k),
+            TokenRows::Experts(offset) => {
                 let flags = memory.span.view(offset, received * local_experts);
                 rows_of(flags, &bases, handle.top_k).ok_or_else(unprepared)?
             }

@@ -23,7 +23,7 @@ pub struct MemoryLayout {
     /// i64 `[local experts + 1]`: first row of each expert's zone, and the padded total.
     pub bases: usize,
     /// Where the rows of a received token are.
-    pub slots: Slots,
+    pub slots: TokenRows,
     /// i32 `[ranks, max_tokens]`: index of a peer's token among those received, or -1.
     pub token_map: usize,
     /// Bytes in all.
@@ -43,7 +43,7 @@ pub enum Rows {
 
 /// How the rows of a received token are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Slots {
+pub enum TokenRows {
     /// i32 `[capacity, top_k]`: rows by local expert, or -1 (local permute).
     Rows(usize),
     /// u8 `[capacity, local experts]`: 1 where the token goes to an expert; the rows follow (local dup, flat).
@@ -75,7 +75,7 @@ impl MemoryLayout {
         // The mask has 8 bytes for each token and rank, room for both maps.
         let mut source_map = rank_mask;
         let mut token_map = rank_mask + max_tokens * ranks * 4;
-        let mut slots = Slots::Experts(routing);
+        let mut slots = TokenRows::Experts(routing);
         match rows {
             Rows::Flat => {}
             Rows::Duplicates => {
@@ -83,7 +83,7 @@ impl MemoryLayout {
                 part(4);
             }
             Rows::Permuted => {
-                slots = Slots::Rows(part(capacity * top_k * 4));
+                slots = TokenRows::Rows(part(capacity * top_k * 4));
                 part(capacity * top_k * 4);
                 token_map = part(max_tokens * ranks * 4);
                 source_map = sent;

@@ -10,7 +10,7 @@ use crate::check;
 use crate::ep::desc::{self, Tensor, invalid};
 use crate::ep::group::Layout;
 use crate::ep::handle::{Handle, read_indices};
-use crate::ep::memory_layout::Slots;
+use crate::ep::memory_layout::TokenRows;
 use crate::ep::routing::{Routing, Shape, route, route_duplicates};
 use crate::ep::routing_header::{self, RoutingHeader};
 use crate::fault::{Fault, Outcome};
@@ -180,8 +180,8 @@ impl Update {
             memory.write_i64(layout.bases, &routing.bases);
         }
         match layout.slots {
-            Slots::Rows(offset) => memory.write_i32(offset, &routing.slots),
-            Slots::Experts(offset) => memory.span.write(offset, &self.experts(routing)),
+            TokenRows::Rows(offset) => memory.write_i32(offset, &routing.slots),
+            TokenRows::Experts(offset) => memory.span.write(offset, &self.experts(routing)),
         }
         memory.write_i32(layout.token_map, &routing.token_map);
     }

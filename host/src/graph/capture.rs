@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use super::nodes::{Action, Node};
 use crate::device::Device;
 use crate::fault::{Fault, Outcome};
-use crate::queue::{Kind, Stream};
+use crate::queue::{Stream, StreamKind};
 use crate::rule::Rule;
 
 /// Which other calls a capture forbids, and to whom.
@@ -105,7 +105,9 @@ impl Capture {
     }
 
     fn has_blocking(&self, device: &Device) -> bool {
-        self.lanes.iter().any(|lane| lane.stream.kind() == Kind::Blocking && std::ptr::eq(lane.stream.device(), device))
+        self.lanes
+            .iter()
+            .any(|lane| lane.stream.kind() == StreamKind::Blocking && std::ptr::eq(lane.stream.device(), device))
     }
 
     /// Whether a stream that joined has work that the first stream does not wait for.
@@ -143,7 +145,7 @@ impl Registry {
 
     /// Fails where the NULL stream would depend on a blocking stream that is captured.
     fn refuse_implicit(&mut self, stream: &Arc<Stream>, what: &str) -> Outcome<()> {
-        if stream.kind() != Kind::Legacy {
+        if stream.kind() != StreamKind::Legacy {
             return Ok(());
         }
         let text = format!("{what} on the NULL stream while a blocking stream is captured");
@@ -173,7 +175,7 @@ fn active() -> bool {
 /// Begins the capture of a stream.
 pub fn begin(stream: &Arc<Stream>, mode: u32) -> Outcome<()> {
     let mode = Mode::from_number(mode)?;
-    if stream.kind() == Kind::Legacy {
+    if stream.kind() == StreamKind::Legacy {
         return Err(Fault::cuda(cudaErrorStreamCaptureUnsupported, "the NULL stream cannot be captured"));
     }
     let mut registry = REGISTRY.lock();
@@ -223,8 +225,8 @@ pub(super) fn end(stream: &Arc<Stream>) -> Outcome<(Vec<Node>, Vec<&'static Devi
 /// Capture status of a stream, and the capture's id.
 pub fn status(stream: &Arc<Stream>) -> Outcome<(cudaStreamCaptureStatus, u64)> {
     let registry = REGISTRY.lock();
-    let implicit =
-        stream.kind() == Kind::Legacy && registry.captures.iter().any(|capture| capture.has_blocking(stream.device()));
+    let implicit = stream.kind() == StreamKind::Legacy
+        && registry.captures.iter().any(|capture| capture.has_blocking(stream.device()));
     if implicit {
         let text = "a question about the NULL stream while a blocking stream is captured";
         return Err(Fault::cuda(cudaErrorStreamCaptureImplicit, text));
@@ -327,7 +329,7 @@ pub fn join(stream: &Arc<Stream>, mark: &Mark) -> Outcome<()> {
     }
     let capture = &mut registry.captures[theirs];
     capture.check()?;
-    if stream.kind() == Kind::Legacy {
+    if stream.kind() == StreamKind::Legacy {
         let text = "the NULL stream waits for an event of a capture";
         capture.invalidate(text);
         return Err(Fault::cuda(cudaErrorStreamCaptureImplicit, text));

@@ -13,7 +13,7 @@ use super::nodes::{MemoryNode, Node};
 use crate::check;
 use crate::device::Device;
 use crate::fault::{Fault, Outcome};
-use crate::queue::{Kind, Point, Run, Stream};
+use crate::queue::{Point, Run, Stream, StreamKind};
 
 thread_local! {
     /// Which replay of a graph this thread enqueues.
@@ -125,7 +125,7 @@ pub fn instantiate(handle: usize, flags: u64) -> Outcome<usize> {
     }
     let graph = GRAPHS.lock().get(&handle).cloned();
     let graph = graph.ok_or_else(|| Fault::cuda(cudaErrorInvalidValue, format!("{handle:#x} is not a live graph")))?;
-    let branches = graph.devices.iter().skip(1).map(|device| Stream::create(device, Kind::NonBlocking)).collect();
+    let branches = graph.devices.iter().skip(1).map(|device| Stream::create(device, StreamKind::NonBlocking)).collect();
     let is_alive = |exec: &Arc<Exec>| Arc::ptr_eq(&exec.graph.lock(), &graph);
     if graph.memory_nodes().next().is_some() && EXECS.lock().values().any(is_alive) {
         let text = "a graph that allocates or frees memory can have one executable at a time";
