@@ -69,7 +69,9 @@ impl Device {
             cuda.check("cuEventCreate", code).map(|()| event)
         };
         let (start, end) = (event()?, event()?);
-        Ok(Self { base, facts, ordinal, stream: Stream(stream.expose_provenance()), start, end })
+        // SAFETY: ours, until it is destroyed.
+        let stream = unsafe { Stream::bind(stream.expose_provenance()) };
+        Ok(Self { base, facts, ordinal, stream, start, end })
     }
 
     /// The stream, for the library's calls.

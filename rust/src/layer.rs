@@ -180,8 +180,7 @@ impl<'g> HandleMemory<'g> {
             let mut uses = Uses::new();
             let mut call = call.views(self.config.top_k, &stream, &mut uses)?;
             let claim = LayerClaim::Registered(self.config.alignment);
-            // SAFETY: what is lent is device memory until the work is done, and the stream lives.
-            unsafe { ep.prepare(&self.handle, claim, &mut call, stream.raw) }?;
+            ep.prepare(&self.handle, claim, &mut call, stream.raw)?;
             Ok(call.topk_idx)
         })?;
         Ok(Prepared::new(self, topk_idx))
@@ -204,8 +203,7 @@ impl<'g> HandleMemory<'g> {
             let mut prepare = prepare.views(self.config.top_k, &stream, &mut uses)?;
             let mut dispatch = dispatch.views(prepare.topk_idx, self.config.top_k, &stream, &mut more)?;
             let claim = LayerClaim::Registered(self.config.alignment);
-            // SAFETY: what is lent is device memory until the work is done, and the stream lives.
-            unsafe { ep.prepare_and_dispatch(&self.handle, claim, &mut prepare, &mut dispatch, stream.raw) }?;
+            ep.prepare_and_dispatch(&self.handle, claim, &mut prepare, &mut dispatch, stream.raw)?;
             Ok(prepare.topk_idx)
         })?;
         Ok(Prepared::new(self, topk_idx))

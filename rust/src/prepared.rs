@@ -35,8 +35,7 @@ impl<'h, 'g> Prepared<'h, 'g> {
         self.handle.group.call("nvte_ep_dispatch", |ep| {
             let mut uses = Uses::new();
             let mut call = call.views(self.topk_idx, self.handle.config.top_k, &stream, &mut uses)?;
-            // SAFETY: what is lent is device memory until the work is done, and the stream lives.
-            unsafe { ep.dispatch(&self.handle.handle, &mut call, stream.raw) }
+            ep.dispatch(&self.handle.handle, &mut call, stream.raw)
         })
     }
 
@@ -49,8 +48,7 @@ impl<'h, 'g> Prepared<'h, 'g> {
         self.handle.group.call("nvte_ep_combine", |ep| {
             let mut uses = Uses::new();
             let mut call = call.views(&stream, &mut uses)?;
-            // SAFETY: as for dispatch.
-            unsafe { ep.combine(&self.handle.handle, &mut call, stream.raw) }
+            ep.combine(&self.handle.handle, &mut call, stream.raw)
         })
     }
 
@@ -63,8 +61,7 @@ impl<'h, 'g> Prepared<'h, 'g> {
         self.handle.group.call("nvte_ep_dispatch_bwd", |ep| {
             let mut uses = Uses::new();
             let mut call = call.views(self.handle.config.top_k, &stream, &mut uses)?;
-            // SAFETY: as for dispatch.
-            unsafe { ep.dispatch_bwd(&self.handle.handle, &mut call, stream.raw) }
+            ep.dispatch_bwd(&self.handle.handle, &mut call, stream.raw)
         })
     }
 
@@ -77,8 +74,7 @@ impl<'h, 'g> Prepared<'h, 'g> {
         self.handle.group.call("nvte_ep_combine_bwd", |ep| {
             let mut uses = Uses::new();
             let mut call = call.views(&stream, &mut uses)?;
-            // SAFETY: as for dispatch.
-            unsafe { ep.combine_bwd(&self.handle.handle, &mut call, stream.raw) }
+            ep.combine_bwd(&self.handle.handle, &mut call, stream.raw)
         })
     }
 
@@ -90,8 +86,7 @@ impl<'h, 'g> Prepared<'h, 'g> {
     pub fn recv_totals<'s>(&self, stream: impl Into<Stream<'s>>) -> Result<RecvTotals> {
         let stream = stream.into();
         self.handle.group.call("nvte_ep_ext_recv_totals", |ep| {
-            // SAFETY: as for dispatch.
-            unsafe { ep.recv_totals(&self.handle.handle.mem, stream.raw) }.map(RecvTotals::from)
+            ep.recv_totals(&self.handle.handle.mem, stream.raw).map(RecvTotals::from)
         })
     }
 

@@ -15,7 +15,8 @@ pub struct Stream<'s> {
 
 impl Stream<'static> {
     /// The legacy default stream of the current device.
-    pub const DEFAULT: Self = Self::of(Raw(0));
+    // SAFETY: it always lives; calls hold what they lend until the work is done.
+    pub const DEFAULT: Self = Self::of(unsafe { Raw::bind(0) });
 
     const fn of(raw: Raw) -> Self {
         Self {
@@ -32,14 +33,17 @@ impl Stream<'static> {
     /// The stream lives as long as it is used.
     #[must_use]
     pub unsafe fn from_raw(stream: *mut c_void) -> Self {
-        Self::of(Raw(stream.expose_provenance()))
+        // SAFETY: the caller promises that it lives; calls hold what they lend until the work is done.
+        Self::of(unsafe { Raw::bind(stream.expose_provenance()) })
     }
 }
 
 #[cfg(feature = "cudarc")]
 impl<'s> From<&'s cudarc::driver::CudaStream> for Stream<'s> {
     fn from(stream: &'s cudarc::driver::CudaStream) -> Self {
-        Self { raw: Raw(stream.cu_stream().expose_provenance()), tracked: Some(stream), borrow: PhantomData }
+        // SAFETY: it is borrowed; calls hold what they lend until the work is done.
+        let raw = unsafe { Raw::bind(stream.cu_stream().expose_provenance()) };
+        Self { raw, tracked: Some(stream), borrow: PhantomData }
     }
 }
 

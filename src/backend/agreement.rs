@@ -129,7 +129,8 @@ impl Meeting {
         // SAFETY: `stream` is a live pointer.
         let code = unsafe { (base.cuda.cuStreamCreate)(&raw mut stream, b::CU_STREAM_NON_BLOCKING) };
         base.cuda.check("cuStreamCreate", code)?;
-        let stream = Stream::from_raw(stream);
+        // SAFETY: ours, until it is destroyed.
+        let stream = unsafe { Stream::bind(stream.expose_provenance()) };
         let mut scratch = 0;
         let bytes = RECORD * (facts.size as usize + 1);
         // SAFETY: `scratch` is a live pointer.
@@ -213,8 +214,7 @@ impl Meeting {
         };
         nccl.check("ncclAllGather", code)?;
         let progress = self.watched.as_deref().map(Watched::progress);
-        // SAFETY: the stream is our own.
-        let met = unsafe { cuda.wait(self.stream, limit, what, ABSENT, &|| self.hopeless()) };
+        let met = cuda.wait(self.stream, limit, what, ABSENT, &|| self.hopeless());
         met.map_err(|error| match (error, progress) {
             (Error::TimeOut { waited_for, milliseconds, remedy }, Some(progress)) if remedy == ABSENT => {
                 Error::TimeOut { waited_for, milliseconds, remedy: format!("{}; {ABSENT}", progress.why().text) }
@@ -225,8 +225,7 @@ impl Meeting {
         // SAFETY: `all` is as long as the copy.
         let code = unsafe { (cuda.cuMemcpyDtoHAsync_v2)(all.as_mut_ptr().cast(), receive, all.len(), stream) };
         cuda.check("cuMemcpyDtoHAsync_v2", code)?;
-        // SAFETY: the stream is our own.
-        unsafe { cuda.wait(self.stream, limit, "a copy from the device", "look for a stuck kernel", &|| None) }?;
+        cuda.wait(self.stream, limit, "a copy from the device", "look for a stuck kernel", &|| None)?;
         check_kinds(kind, &all)?;
         Ok(all)
     }

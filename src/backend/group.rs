@@ -57,25 +57,13 @@ impl EpGroup {
     ///
     /// # Errors
     /// A broken rule, before anything is enqueued, or what NCCL EP reports.
-    ///
-    /// # Safety
-    /// The tensors are device memory of the described extent, live until the queued work is done; `stream` is a stream
-    /// of the group's device; every rank makes the same calls in the same order.
-    pub unsafe fn prepare(
-        &self,
-        handle: &HandleRef,
-        claim: LayerClaim,
-        call: &mut Prepare,
-        stream: Stream,
-    ) -> Result<()> {
+    pub fn prepare(&self, handle: &HandleRef, claim: LayerClaim, call: &mut Prepare, stream: Stream) -> Result<()> {
         self.watched(|group, watch| {
-            // SAFETY: passed on.
-            let state = unsafe { group.enter(stream) }?;
+            let state = group.enter(stream)?;
             let layer = group.claimed_layer(handle, claim)?;
             let prepared = call.check(&group.config, &layer.config)?;
             group.resolve_windows(call)?.require_disjoint(&handle.mem, layer.mem_bytes(), call)?;
-            // SAFETY: passed on.
-            unsafe { group.prepare(watch, handle, &layer, call, prepared, (stream, state)) }
+            group.prepare(watch, handle, &layer, call, prepared, (stream, state))
         })
     }
 
@@ -84,10 +72,7 @@ impl EpGroup {
     ///
     /// # Errors
     /// As theirs.
-    ///
-    /// # Safety
-    /// As [`EpGroup::prepare`].
-    pub unsafe fn prepare_and_dispatch(
+    pub fn prepare_and_dispatch(
         &self,
         handle: &HandleRef,
         claim: LayerClaim,
@@ -96,8 +81,7 @@ impl EpGroup {
         stream: Stream,
     ) -> Result<()> {
         self.watched(|group, watch| {
-            // SAFETY: passed on.
-            let state = unsafe { group.enter(stream) }?;
+            let state = group.enter(stream)?;
             let layer = group.claimed_layer(handle, claim)?;
             let mut prepared = prepare.check(&group.config, &layer.config)?;
             group.resolve_windows(prepare)?;
@@ -107,30 +91,23 @@ impl EpGroup {
             call.check(&group.config, &layer.config, prepared)?;
             group.resolve_windows(call)?;
             Ranges::new::<Prepare>(&handle.mem, layer.mem_bytes()).with(prepare).with(call).require_disjoint()?;
-            // SAFETY: passed on.
-            unsafe { group.prepare(watch, handle, &layer, prepare, prepared, (stream, state)) }?;
+            group.prepare(watch, handle, &layer, prepare, prepared, (stream, state))?;
             if let Some(given) = given {
                 // Only now is the total known that the receive side has to hold.
-                // SAFETY: passed on.
-                prepared = unsafe { group.with_total(handle, prepared, (stream, state)) }?;
+                prepared = group.with_total(handle, prepared, (stream, state))?;
                 *call = given;
                 call.check(&group.config, &layer.config, prepared)?;
                 group.resolve_windows(call)?;
             }
             let step = call.step(&layer.config);
-            // SAFETY: passed on.
-            let run = |engine: &Engine, open: &Handle| unsafe { engine.dispatch(open, call, stream) };
-            // SAFETY: passed on.
-            unsafe { group.queue(watch, handle, (&layer, prepared), step, (stream, state), run) }
+            let run = |engine: &Engine, open: &Handle| engine.dispatch(open, call, stream);
+            group.queue(watch, handle, (&layer, prepared), step, (stream, state), run)
         })
     }
 
     /// One operation over a prepared layer: its rules, then its handle, then the call. The checks leave `call` as the engine gets
     /// it: cut to the rows that count, and by address where no peer reaches.
-    ///
-    /// # Safety
-    /// As [`EpGroup::prepare`].
-    unsafe fn run_prepared<C: Arguments>(
+    fn run_prepared<C: Arguments>(
         &self,
         handle: &HandleRef,
         call: &mut C,
@@ -139,18 +116,14 @@ impl EpGroup {
         run: impl FnOnce(&Engine, &Handle, &C) -> Result<()>,
     ) -> Result<()> {
         self.watched(|group, watch| {
-            // SAFETY: passed on.
-            let state = unsafe { group.enter(stream) }?;
-            // SAFETY: passed on.
-            let (mut layer, mut prepared) = unsafe { group.routing_of(C::CALL, handle, (stream, state)) }?;
+            let state = group.enter(stream)?;
+            let (mut layer, mut prepared) = group.routing_of(C::CALL, handle, (stream, state))?;
             if group.config.recv_capacity == RecvCapacity::Eager {
-                // SAFETY: passed on.
-                prepared = unsafe { group.with_total(handle, prepared, (stream, state)) }?;
+                prepared = group.with_total(handle, prepared, (stream, state))?;
             }
             group.find_scales(call);
             if let Err(refused) = check(call, &group.config, &layer.config, prepared) {
-                // SAFETY: passed on.
-                let found = unsafe { group.revalidate(handle, (&layer, prepared), (stream, state)) };
+                let found = group.revalidate(handle, (&layer, prepared), (stream, state));
                 (layer, prepared) = found.ok_or(refused)?;
                 // What the first check cut stays cut: to the group's capacity, which is the same for all memory.
                 check(call, &group.config, &layer.config, prepared)?;
@@ -158,8 +131,7 @@ impl EpGroup {
             group.resolve_windows(call)?.require_disjoint(&handle.mem, layer.mem_bytes(), call)?;
             let step = call.step(&layer.config);
             let run = |engine: &Engine, open: &Handle| run(engine, open, call);
-            // SAFETY: passed on.
-            unsafe { group.queue(watch, handle, (&layer, prepared), step, (stream, state), run) }
+            group.queue(watch, handle, (&layer, prepared), step, (stream, state), run)
         })
     }
 
@@ -167,64 +139,36 @@ impl EpGroup {
     ///
     /// # Errors
     /// As [`EpGroup::prepare`]; or the layer was not prepared.
-    ///
-    /// # Safety
-    /// As [`EpGroup::prepare`].
-    pub unsafe fn dispatch(&self, handle: &HandleRef, call: &mut Dispatch, stream: Stream) -> Result<()> {
-        let run = |engine: &Engine, handle: &Handle, call: &Dispatch| {
-            // SAFETY: the caller vouches for tensors and stream.
-            unsafe { engine.dispatch(handle, call, stream) }
-        };
-        // SAFETY: passed on.
-        unsafe { self.run_prepared(handle, call, stream, Dispatch::check, run) }
+    pub fn dispatch(&self, handle: &HandleRef, call: &mut Dispatch, stream: Stream) -> Result<()> {
+        let run = |engine: &Engine, handle: &Handle, call: &Dispatch| engine.dispatch(handle, call, stream);
+        self.run_prepared(handle, call, stream, Dispatch::check, run)
     }
 
     /// Sums each token's rows back on its own rank; unweighted.
     ///
     /// # Errors
     /// As [`EpGroup::dispatch`].
-    ///
-    /// # Safety
-    /// As [`EpGroup::prepare`].
-    pub unsafe fn combine(&self, handle: &HandleRef, call: &mut Combine, stream: Stream) -> Result<()> {
-        let run = |engine: &Engine, handle: &Handle, call: &Combine| {
-            // SAFETY: the caller vouches for tensors and stream.
-            unsafe { engine.combine(handle, call, stream) }
-        };
-        // SAFETY: passed on.
-        unsafe { self.run_prepared(handle, call, stream, |c, g, _, p| c.check(g, p), run) }
+    pub fn combine(&self, handle: &HandleRef, call: &mut Combine, stream: Stream) -> Result<()> {
+        let run = |engine: &Engine, handle: &Handle, call: &Combine| engine.combine(handle, call, stream);
+        self.run_prepared(handle, call, stream, |c, g, _, p| c.check(g, p), run)
     }
 
     /// Gradient of [`EpGroup::dispatch`].
     ///
     /// # Errors
     /// As [`EpGroup::dispatch`].
-    ///
-    /// # Safety
-    /// As [`EpGroup::prepare`].
-    pub unsafe fn dispatch_bwd(&self, handle: &HandleRef, call: &mut DispatchBwd, stream: Stream) -> Result<()> {
-        let run = |engine: &Engine, handle: &Handle, call: &DispatchBwd| {
-            // SAFETY: the caller vouches for tensors and stream.
-            unsafe { engine.dispatch_bwd(handle, call, stream) }
-        };
-        // SAFETY: passed on.
-        unsafe { self.run_prepared(handle, call, stream, DispatchBwd::check, run) }
+    pub fn dispatch_bwd(&self, handle: &HandleRef, call: &mut DispatchBwd, stream: Stream) -> Result<()> {
+        let run = |engine: &Engine, handle: &Handle, call: &DispatchBwd| engine.dispatch_bwd(handle, call, stream);
+        self.run_prepared(handle, call, stream, DispatchBwd::check, run)
     }
 
     /// Gradient of [`EpGroup::combine`].
     ///
     /// # Errors
     /// As [`EpGroup::dispatch`].
-    ///
-    /// # Safety
-    /// As [`EpGroup::prepare`].
-    pub unsafe fn combine_bwd(&self, handle: &HandleRef, call: &mut CombineBwd, stream: Stream) -> Result<()> {
-        let run = |engine: &Engine, handle: &Handle, call: &CombineBwd| {
-            // SAFETY: the caller vouches for tensors and stream.
-            unsafe { engine.combine_bwd(handle, call, stream) }
-        };
-        // SAFETY: passed on.
-        unsafe { self.run_prepared(handle, call, stream, |c, g, _, p| c.check(g, p), run) }
+    pub fn combine_bwd(&self, handle: &HandleRef, call: &mut CombineBwd, stream: Stream) -> Result<()> {
+        let run = |engine: &Engine, handle: &Handle, call: &CombineBwd| engine.combine_bwd(handle, call, stream);
+        self.run_prepared(handle, call, stream, |c, g, _, p| c.check(g, p), run)
     }
 }
 
@@ -233,12 +177,8 @@ impl EpGroup {
     ///
     /// # Errors
     /// Memory that was not prepared; a stream that captures; or an error of the queued work.
-    ///
-    /// # Safety
-    /// As [`EpGroup::prepare`].
-    pub unsafe fn recv_totals(&self, mem: &TensorView, stream: Stream) -> Result<RecvTotals> {
-        // SAFETY: passed on.
-        self.watched(|group, _| unsafe { group.recv_totals(mem, stream) })
+    pub fn recv_totals(&self, mem: &TensorView, stream: Stream) -> Result<RecvTotals> {
+        self.watched(|group, _| group.recv_totals(mem, stream))
     }
 
     /// Hands out `bytes` bytes of symmetric memory, at the same offset of the same window on every rank; collective, and
@@ -323,10 +263,7 @@ impl EpGroup {
 
 impl Group {
     /// Exchanges the routing, once `prepared` came out of its checks.
-    ///
-    /// # Safety
-    /// As [`EpGroup::prepare`].
-    unsafe fn prepare(
+    fn prepare(
         &mut self,
         watch: &mut Watch,
         handle: &HandleRef,
@@ -349,10 +286,8 @@ impl Group {
         let Header(words) = Header::new(&layer.config, prepared, self.epoch);
         let header = HeaderOut { address: memory, words, total: total_of(&handle.mem, call) };
         let open = self.handles.handle(memory).expect("opened just now");
-        // SAFETY: the caller vouches for tensors, memory and stream.
-        let queue = || unsafe { self.engine.prepare(open, call, &header, stream) };
-        // SAFETY: the caller vouches for the stream.
-        unsafe { watch.queue(step, stream, state, queue) }?;
+        let queue = || self.engine.prepare(open, call, &header, stream);
+        watch.queue(step, stream, state, queue)?;
         let routing = Routing { layer: layer.config, prepared };
         match state {
             StreamState::Working => {
@@ -365,10 +300,7 @@ impl Group {
     }
 
     /// Queues what a call does over a prepared layer, once it came out of its checks.
-    ///
-    /// # Safety
-    /// As [`EpGroup::prepare`].
-    unsafe fn queue(
+    fn queue(
         &mut self,
         watch: &mut Watch,
         handle: &HandleRef,
@@ -379,8 +311,7 @@ impl Group {
     ) -> Result<()> {
         self.open(handle, layer, Some(prepared))?;
         let open = self.handles.handle(handle.mem.data).expect("opened just now");
-        // SAFETY: the caller vouches for the stream.
-        unsafe { watch.queue(step, stream, state, || run(&self.engine, open)) }?;
+        watch.queue(step, stream, state, || run(&self.engine, open))?;
         self.handles.used(handle.mem.data, step.call, state == StreamState::Capturing);
         Ok(())
     }

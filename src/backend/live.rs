@@ -105,19 +105,19 @@ pub struct MemoryUsage {
 }
 
 impl Group {
-    /// # Safety
-    /// `stream` is a live stream.
     #[inline]
-    pub(super) unsafe fn enter(&mut self, stream: Stream) -> Result<StreamState> {
+    pub(super) fn enter(&mut self, stream: Stream) -> Result<StreamState> {
         if self.stream != Some(stream) && !stream.is_legacy() {
-            // SAFETY: passed on.
-            if !unsafe { self.base.cuda.is_of_current_context(stream) }? {
+            if !self.base.cuda.is_of_current_context(stream)? {
                 let required = "must be a stream of the calling thread's current device, which is the group's";
-                return Err(Error::argument("stream", required, format!("{:#x}, one of another device", stream.0)));
+                return Err(Error::argument(
+                    "stream",
+                    required,
+                    format!("{:#x}, one of another device", stream.address()),
+                ));
             }
             self.stream = Some(stream);
         }
-        // SAFETY: passed on.
-        unsafe { self.base.cuda.stream_state(stream) }
+        self.base.cuda.stream_state(stream)
     }
 }

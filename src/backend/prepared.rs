@@ -15,11 +15,8 @@ use std::time::Duration;
 
 impl Group {
     /// The layer of `handle` and what its last prepare left, for `call`: as the host knows it, or as the memory's header says.
-    ///
-    /// # Safety
-    /// The handle memory is device memory of the described extent; `stream` is a stream of the group's device.
     #[inline]
-    pub(super) unsafe fn routing_of(
+    pub(super) fn routing_of(
         &mut self,
         call: Call,
         handle: &HandleRef,
@@ -39,8 +36,7 @@ impl Group {
             Decision::Use(routing) => (routing, false),
             Decision::Read(Some(known)) => (known, true),
             Decision::Read(None) => {
-                // SAFETY: passed on; a call in a capture reads nothing.
-                let header = Header(unsafe { self.read_words(memory, stream.0, None) }?);
+                let header = Header(self.read_words(memory, stream.0, None)?);
                 let found = header.read(self.epoch).map(|(layer, prepared)| Routing { layer, prepared });
                 let fits = |found: &Routing| registered.is_none_or(|layer| layer.config == found.layer);
                 let found = found.filter(fits).ok_or_else(|| not_prepared(handle))?;
@@ -59,8 +55,7 @@ impl Group {
         };
         // Of memory that is too small for what is known, a smaller layer may have taken the place.
         if fits.is_err() || doubted {
-            // SAFETY: passed on.
-            let found = unsafe { self.revalidate(handle, (&layer, routing.prepared), stream) };
+            let found = self.revalidate(handle, (&layer, routing.prepared), stream);
             return found.map_or_else(|| fits.map(|()| (layer, routing.prepared)), Ok);
         }
         Ok((layer, routing.prepared))
@@ -88,11 +83,8 @@ impl Group {
     /// What the memory of a call holds, if that is not what is `known` of it and does not fit, or may not: the bytes of other
     /// handle memory may have been moved to where some was, in one allocation of a caching allocator. Nothing if the memory
     /// cannot be read soon: a refusal waits for no other rank. In a capture: what is known besides.
-    ///
-    /// # Safety
-    /// As [`Group::routing_of`].
     #[cold]
-    pub(super) unsafe fn revalidate(
+    pub(super) fn revalidate(
         &mut self,
         handle: &HandleRef,
         known: (&Layer, Prepared),
@@ -105,14 +97,12 @@ impl Group {
             StreamState::Capturing => self.handles.routing(handle.key, memory)?,
             StreamState::Working if self.config.relocation == Relocation::Refuse => return None,
             // A wait for it would break the captures of streams that it waits for.
-            // SAFETY: passed on.
-            StreamState::Working if stream.is_legacy() && unsafe { self.base.cuda.is_capturing(stream) }.is_err() => {
+            StreamState::Working if stream.is_legacy() && self.base.cuda.is_capturing(stream).is_err() => {
                 return None;
             }
             StreamState::Working => {
                 let soon = Some(Duration::from_secs(1));
-                // SAFETY: passed on; the stream does not capture.
-                let [first, second, low, high] = unsafe { self.read_words(memory, stream, soon) }.ok()?;
+                let [first, second, low, high] = self.read_words(memory, stream, soon).ok()?;
                 let (layer, prepared) = Header([first, second]).read(self.epoch)?;
                 let eager = self.config.recv_capacity == RecvCapacity::Eager;
                 let recv_total = eager.then_some(u64::from(high) << 32 | u64::from(low));
@@ -133,24 +123,14 @@ impl Group {
 
     /// Reads words of handle memory behind what is queued on `stream`, unless `limit` is over or the group comes to its end
     /// before.
-    ///
-    /// # Safety
-    /// As [`Group::routing_of`]; the stream does not capture.
-    unsafe fn read_words<const N: usize>(
-        &self,
-        address: u64,
-        stream: Stream,
-        limit: Option<Duration>,
-    ) -> Result<[u32; N]> {
+    fn read_words<const N: usize>(&self, address: u64, stream: Stream, limit: Option<Duration>) -> Result<[u32; N]> {
         let ended = || self.meeting.ended();
-        // SAFETY: passed on.
+        // SAFETY: `Stream::bind` vouches for the handle memory; a caller saw that the stream does not capture.
         unsafe { self.base.cuda.read_words(address, stream, limit, &ended) }
     }
 
-    ///
-    /// # Safety
-    /// As [`Group::routing_of`].
-    pub(super) unsafe fn with_total(
+    /// `prepared` with the total that eager mode's receive buffers have to hold: waits for the prepare, once a step.
+    pub(super) fn with_total(
         &mut self,
         handle: &HandleRef,
         prepared: Prepared,
@@ -160,27 +140,23 @@ impl Group {
         if prepared.recv_total.is_some() {
             return Ok(prepared);
         }
-        // SAFETY: passed on; the stream does not capture.
-        let [low, high] = unsafe { self.read_words(handle.mem.data + TOTAL_OFFSET as u64, stream, None) }?;
+        let [low, high] = self.read_words(handle.mem.data + TOTAL_OFFSET as u64, stream, None)?;
         let total = u64::from(high) << 32 | u64::from(low);
         self.handles.note_total(handle.mem.data, total);
         Ok(Prepared { recv_total: Some(total), ..prepared })
     }
 
-    /// # Safety
-    /// As [`Group::routing_of`].
-    pub(super) unsafe fn recv_totals(&mut self, mem: &TensorView, stream: Stream) -> Result<RecvTotals> {
+    /// What the last prepare over `mem` found; waits for it.
+    pub(super) fn recv_totals(&mut self, mem: &TensorView, stream: Stream) -> Result<RecvTotals> {
         self.require_memory(mem, HEADER_BYTES)?;
-        // SAFETY: passed on.
-        if unsafe { self.enter(stream) }.map_err(|error| self.engine.explain(error))? == StreamState::Capturing {
+        if self.enter(stream).map_err(|error| self.engine.explain(error))? == StreamState::Capturing {
             return Err(Error::State(
                 "the totals are on the device and cannot be waited for while the stream captures a graph: call it after \
                  the graph was launched"
                     .into(),
             ));
         }
-        // SAFETY: passed on; the stream does not capture.
-        let words = unsafe { self.read_words(mem.data, stream, None) }.map_err(|error| self.engine.explain(error))?;
+        let words = self.read_words(mem.data, stream, None).map_err(|error| self.engine.explain(error))?;
         let [first, second, low, high, invalid_indices] = words;
         if Header([first, second]).read(self.epoch).is_none() {
             let name = mem.name;

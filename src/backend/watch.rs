@@ -173,10 +173,7 @@ impl Watch {
     }
 
     /// Does the work of a collective call that queues on `stream`, and watches what it queues.
-    ///
-    /// # Safety
-    /// `stream` is a live stream of the group's device, in the state `state`.
-    pub(super) unsafe fn queue(
+    pub(super) fn queue(
         &mut self,
         step: Step,
         stream: Stream,
@@ -190,12 +187,10 @@ impl Watch {
         let watched = &*self.watched;
         let number = watched.progress.enter(step);
         let place = self.turn.take(&watched.places);
-        // SAFETY: the caller vouches for the stream; the events are ours.
-        let begun = place.filter(|place| unsafe { watched.record(place.events.begin, stream) });
+        let begun = place.filter(|place| watched.record(place.events.begin, stream));
         work().inspect_err(|_| watched.progress.retract(number))?;
         watched.progress.queued(number);
-        // SAFETY: as above.
-        if let Some(place) = begun.filter(|place| unsafe { watched.record(place.events.end, stream) }) {
+        if let Some(place) = begun.filter(|place| watched.record(place.events.end, stream)) {
             place.fill(number, step, self.turn.take_skipped());
         }
         Ok(())
@@ -284,11 +279,9 @@ impl Watched {
         &self.progress
     }
 
-    /// # Safety
-    /// `stream` is a live stream of the event's device.
     #[inline]
-    unsafe fn record(&self, event: b::CUevent, stream: Stream) -> bool {
-        // SAFETY: the caller vouches for the stream; the event is ours.
+    fn record(&self, event: b::CUevent, stream: Stream) -> bool {
+        // SAFETY: the stream is bound; the event is ours.
         let code = unsafe { (self.base.cuda.cuEventRecord)(event, stream.as_raw()) };
         code == b::CUDA_SUCCESS || self.not_recorded(code)
     }

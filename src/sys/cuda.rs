@@ -74,15 +74,27 @@ fn_table! {
     optional {}
 }
 
-/// A CUDA stream as its address; 0 is the default stream.
+/// A CUDA stream as its address; 0 is the default stream. Who has one was promised, by [`Stream::bind`], that it may be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stream(pub usize);
+pub struct Stream(usize);
 
 impl Stream {
-    /// The stream of a C handle.
+    /// The stream whose C handle has this address, for the calls that are made with this value. The promise about a call's memory is given here, once,
+    /// and not again at each function that hands the call on.
+    ///
+    /// # Safety
+    /// As long as the value is used, the stream lives. The tensors and the handle memory that calls name together with it are
+    /// device memory of the described extent, and live until the queued work is done. Collective calls come in the same order on
+    /// every rank.
     #[must_use]
-    pub fn from_raw(stream: b::CUstream) -> Self {
-        Self(stream.expose_provenance())
+    pub const unsafe fn bind(address: usize) -> Self {
+        Self(address)
+    }
+
+    /// Its address.
+    #[must_use]
+    pub const fn address(self) -> usize {
+        self.0
     }
 
     /// Whether it is the legacy default stream, by either name.
@@ -256,10 +268,7 @@ impl Cuda {
     ///
     /// # Errors
     /// [`Error::TimeOut`], or the error of the queued work.
-    ///
-    /// # Safety
-    /// `stream` is a live stream of the current device.
-    pub unsafe fn wait(
+    pub fn wait(
         &self,
         stream: Stream,
         limit: Option<Duration>,
@@ -269,7 +278,7 @@ impl Cuda {
     ) -> Result<()> {
         let mut patience = Patience::new(what, limit, remedy, hopeless);
         loop {
-            // SAFETY: the caller vouches for the stream.
+            // SAFETY: the stream is bound.
             match unsafe { (self.cuStreamQuery)(stream.as_raw()) } {
                 b::CUDA_ERROR_NOT_READY => patience.check()?,
                 code => return self.check("cuStreamQuery", code),
@@ -358,14 +367,13 @@ impl Cuda {
     ) -> Result<[u32; N]> {
         let read = || {
             // The copy waits for the stream too, but without an end.
-            // SAFETY: the caller vouches for the stream.
-            unsafe { self.wait(stream, limit, "the work queued on the stream", "", hopeless) }?;
+            self.wait(stream, limit, "the work queued on the stream", "", hopeless)?;
             let mut words = [0u32; N];
             let (to, bytes) = (words.as_mut_ptr().cast(), size_of_val(&words));
             // SAFETY: the caller vouches for memory and stream; the copy is waited for before `words` is looked at.
             let code = unsafe { (self.cuMemcpyDtoHAsync_v2)(to, address, bytes, stream.as_raw()) };
             self.check("cuMemcpyDtoHAsync_v2", code)?;
-            // SAFETY: the caller vouches for the stream.
+            // SAFETY: the stream is bound.
             self.check("cuStreamSynchronize", unsafe { (self.cuStreamSynchronize)(stream.as_raw()) })?;
             Ok(words)
         };
@@ -384,17 +392,13 @@ impl Cuda {
     ///
     /// # Errors
     /// That of work queued on the stream; a stream of another context than the current one.
-    ///
-    /// # Safety
-    /// `stream` is a live stream.
     #[inline]
-    pub unsafe fn stream_state(&self, stream: Stream) -> Result<StreamState> {
+    pub fn stream_state(&self, stream: Stream) -> Result<StreamState> {
         // It is never captured, and asking it is a wait for all others, which captures forbid.
         if stream.is_legacy() {
             return Ok(StreamState::Working);
         }
-        // SAFETY: passed on.
-        if unsafe { self.is_capturing(stream) }? {
+        if self.is_capturing(stream)? {
             return Ok(StreamState::Capturing);
         }
         // A capture in global mode forbids queries to every thread that does not say that it knows better.
@@ -402,7 +406,7 @@ impl Cuda {
         let exchange = self.cuThreadExchangeStreamCaptureMode;
         // SAFETY: `mode` is live.
         self.check("cuThreadExchangeStreamCaptureMode", unsafe { exchange(&raw mut mode) })?;
-        // SAFETY: the caller vouches for the stream.
+        // SAFETY: the stream is bound.
         let code = unsafe { (self.cuStreamQuery)(stream.as_raw()) };
         // SAFETY: `mode` is live, and the thread's own mode again.
         self.check("cuThreadExchangeStreamCaptureMode", unsafe { exchange(&raw mut mode) })?;
@@ -427,12 +431,9 @@ impl Cuda {
     ///
     /// # Errors
     /// The driver's.
-    ///
-    /// # Safety
-    /// `stream` is a live stream.
-    pub unsafe fn is_of_current_context(&self, stream: Stream) -> Result<bool> {
+    pub fn is_of_current_context(&self, stream: Stream) -> Result<bool> {
         let (mut own, mut current) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: `own` is live; the caller vouches for the stream.
+        // SAFETY: `own` is live; the stream is bound.
         self.check("cuStreamGetCtx", unsafe { (self.cuStreamGetCtx)(stream.as_raw(), &raw mut own) })?;
         // SAFETY: `current` is live.
         self.check("cuCtxGetCurrent", unsafe { (self.cuCtxGetCurrent)(&raw mut current) })?;
@@ -503,13 +504,10 @@ impl Cuda {
     ///
     /// # Errors
     /// The driver's.
-    ///
-    /// # Safety
-    /// `stream` is a live stream of the current device.
     #[inline]
-    pub unsafe fn is_capturing(&self, stream: Stream) -> Result<bool> {
+    pub fn is_capturing(&self, stream: Stream) -> Result<bool> {
         let mut status = b::CU_STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: `status` is live; the caller vouches for the stream.
+        // SAFETY: `status` is live; the stream is bound.
         let code = unsafe { (self.cuStreamIsCapturing)(stream.as_raw(), &raw mut status) };
         self.check("cuStreamIsCapturing", code)?;
         Ok(status != b::CU_STREAM_CAPTURE_STATUS_NONE)

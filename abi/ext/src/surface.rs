@@ -128,7 +128,7 @@ pub(crate) unsafe fn nvte_ep_ext_recv_totals(
     let group = core::current_group()?;
     let mem = required(&Tensors::open(), "handle_mem", handle_mem, Windows::default())?;
     // SAFETY: the caller vouches for memory and stream.
-    let found = unsafe { group.recv_totals(&mem, Stream::from_raw(stream)) }?;
+    let found = group.recv_totals(&mem, unsafe { Stream::bind(stream.expose_provenance()) })?;
     // SAFETY: the caller vouches for the structure.
     unsafe { write_versioned("totals", totals, found.into()) }
 }

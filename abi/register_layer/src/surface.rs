@@ -68,7 +68,9 @@ pub(crate) unsafe fn nvte_ep_prepare(
     let handle = handle.parse(&tensors)?;
     tensors.close();
     // SAFETY: the caller vouches for tensors and stream.
-    unsafe { group.prepare(&handle, LayerClaim::Registered(alignment), &mut call, Stream::from_raw(stream)) }
+    group.prepare(&handle, LayerClaim::Registered(alignment), &mut call, unsafe {
+        Stream::bind(stream.expose_provenance())
+    })
 }
 
 pub(crate) unsafe fn nvte_ep_dispatch(
@@ -97,7 +99,7 @@ pub(crate) unsafe fn nvte_ep_dispatch(
     let handle = handle.parse(&tensors)?;
     tensors.close();
     // SAFETY: the caller vouches for tensors and stream.
-    unsafe { group.dispatch(&handle, &mut call, Stream::from_raw(stream)) }
+    group.dispatch(&handle, &mut call, unsafe { Stream::bind(stream.expose_provenance()) })
 }
 
 pub(crate) unsafe fn nvte_ep_combine(
@@ -113,7 +115,7 @@ pub(crate) unsafe fn nvte_ep_combine(
     let handle = handle.parse(&tensors)?;
     tensors.close();
     // SAFETY: the caller vouches for tensors and stream.
-    unsafe { group.combine(&handle, &mut call, Stream::from_raw(stream)) }
+    group.combine(&handle, &mut call, unsafe { Stream::bind(stream.expose_provenance()) })
 }
 
 pub(crate) unsafe fn nvte_ep_dispatch_bwd(
@@ -133,7 +135,7 @@ pub(crate) unsafe fn nvte_ep_dispatch_bwd(
     let handle = handle.parse(&tensors)?;
     tensors.close();
     // SAFETY: the caller vouches for tensors and stream.
-    unsafe { group.dispatch_bwd(&handle, &mut call, Stream::from_raw(stream)) }
+    group.dispatch_bwd(&handle, &mut call, unsafe { Stream::bind(stream.expose_provenance()) })
 }
 
 pub(crate) unsafe fn nvte_ep_combine_bwd(
@@ -150,5 +152,5 @@ pub(crate) unsafe fn nvte_ep_combine_bwd(
     let handle = handle.parse(&tensors)?;
     tensors.close();
     // SAFETY: the caller vouches for tensors and stream.
-    unsafe { group.combine_bwd(&handle, &mut call, Stream::from_raw(stream)) }
+    group.combine_bwd(&handle, &mut call, unsafe { Stream::bind(stream.expose_provenance()) })
 }

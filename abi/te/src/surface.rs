@@ -73,7 +73,7 @@ pub(crate) unsafe fn nvte_ep_prepare(
     let handle = parse_handle(&tensors, handle_mem)?;
     tensors.close();
     // SAFETY: the caller vouches for tensors and stream.
-    unsafe { group.prepare(&handle, claim, &mut call, Stream::from_raw(stream)) }
+    group.prepare(&handle, claim, &mut call, unsafe { Stream::bind(stream.expose_provenance()) })
 }
 
 pub(crate) unsafe fn nvte_ep_dispatch(
@@ -102,7 +102,7 @@ pub(crate) unsafe fn nvte_ep_dispatch(
     let handle = parse_handle(&tensors, handle_mem)?;
     tensors.close();
     // SAFETY: the caller vouches for tensors and stream.
-    unsafe { group.dispatch(&handle, &mut call, Stream::from_raw(stream)) }
+    group.dispatch(&handle, &mut call, unsafe { Stream::bind(stream.expose_provenance()) })
 }
 
 pub(crate) unsafe fn nvte_ep_prepare_and_dispatch(
@@ -137,7 +137,9 @@ pub(crate) unsafe fn nvte_ep_prepare_and_dispatch(
     let handle = parse_handle(&tensors, handle_mem)?;
     tensors.close();
     // SAFETY: the caller vouches for tensors and stream.
-    unsafe { group.prepare_and_dispatch(&handle, claim, &mut prepare, &mut dispatch, Stream::from_raw(stream)) }
+    group.prepare_and_dispatch(&handle, claim, &mut prepare, &mut dispatch, unsafe {
+        Stream::bind(stream.expose_provenance())
+    })
 }
 
 pub(crate) unsafe fn nvte_ep_combine(
@@ -153,7 +155,7 @@ pub(crate) unsafe fn nvte_ep_combine(
     let handle = parse_handle(&tensors, handle_mem)?;
     tensors.close();
     // SAFETY: the caller vouches for tensors and stream.
-    unsafe { group.combine(&handle, &mut call, Stream::from_raw(stream)) }
+    group.combine(&handle, &mut call, unsafe { Stream::bind(stream.expose_provenance()) })
 }
 
 pub(crate) unsafe fn nvte_ep_dispatch_bwd(
@@ -173,7 +175,7 @@ pub(crate) unsafe fn nvte_ep_dispatch_bwd(
     let handle = parse_handle(&tensors, handle_mem)?;
     tensors.close();
     // SAFETY: the caller vouches for tensors and stream.
-    unsafe { group.dispatch_bwd(&handle, &mut call, Stream::from_raw(stream)) }
+    group.dispatch_bwd(&handle, &mut call, unsafe { Stream::bind(stream.expose_provenance()) })
 }
 
 pub(crate) unsafe fn nvte_ep_combine_bwd(
@@ -190,5 +192,5 @@ pub(crate) unsafe fn nvte_ep_combine_bwd(
     let handle = parse_handle(&tensors, handle_mem)?;
     tensors.close();
     // SAFETY: the caller vouches for tensors and stream.
-    unsafe { group.combine_bwd(&handle, &mut call, Stream::from_raw(stream)) }
+    group.combine_bwd(&handle, &mut call, unsafe { Stream::bind(stream.expose_provenance()) })
 }

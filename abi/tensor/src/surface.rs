@@ -245,10 +245,12 @@ pub(crate) unsafe fn nvte_zero_tensor(tensor: NVTETensor, stream: cudaStream_t) 
         return Ok(());
     };
     let cuda = &sys::base(&Env::from_process()?)?.cuda;
+    // SAFETY: the caller vouches for the stream.
+    let stream = unsafe { Stream::bind(stream.expose_provenance()) };
     for array in [data, amax].into_iter().filter(|array| array.data != 0) {
         let bytes = size_bytes(&array)?;
-        // SAFETY: the caller vouches for memory and stream.
-        unsafe { cuda.zero(array.data as u64, bytes, Stream::from_raw(stream)) }?;
+        // SAFETY: the caller vouches for the memory.
+        unsafe { cuda.zero(array.data as u64, bytes, stream) }?;
     }
     Ok(())
 }

@@ -214,21 +214,10 @@ impl Engine {
     ///
     /// # Errors
     /// The library's; then the memory holds no routing.
-    ///
-    /// # Safety
-    /// The tensors and the handle memory are device memory of the described extent, live until the queued work is done;
-    /// `stream` is a stream of the group's device.
-    pub(super) unsafe fn prepare(
-        &self,
-        handle: &Handle,
-        call: &Prepare,
-        header: &HeaderOut,
-        stream: Stream,
-    ) -> Result<()> {
+    pub(super) fn prepare(&self, handle: &Handle, call: &Prepare, header: &HeaderOut, stream: Stream) -> Result<()> {
         match (self, handle) {
-            // SAFETY: passed on.
-            (Self::NcclEp(group), Handle::NcclEp(handle)) => unsafe { group.prepare(handle, call, header, stream) },
-            // SAFETY: passed on.
+            (Self::NcclEp(group), Handle::NcclEp(handle)) => group.prepare(handle, call, header, stream),
+            // SAFETY: the stream is bound, and so is what the call names.
             (Self::Native(group), Handle::Native(handle)) => unsafe { group.prepare(handle, call, header, stream) },
             _ => Err(foreign_handle()),
         }
@@ -238,14 +227,10 @@ impl Engine {
     ///
     /// # Errors
     /// The library's.
-    ///
-    /// # Safety
-    /// As for [`Engine::prepare`].
-    pub(super) unsafe fn dispatch(&self, handle: &Handle, call: &Dispatch, stream: Stream) -> Result<()> {
+    pub(super) fn dispatch(&self, handle: &Handle, call: &Dispatch, stream: Stream) -> Result<()> {
         match (self, handle) {
-            // SAFETY: passed on.
-            (Self::NcclEp(group), Handle::NcclEp(handle)) => unsafe { group.dispatch(handle, call, stream) },
-            // SAFETY: passed on.
+            (Self::NcclEp(group), Handle::NcclEp(handle)) => group.dispatch(handle, call, stream),
+            // SAFETY: the stream is bound, and so is what the call names.
             (Self::Native(group), Handle::Native(handle)) => unsafe { group.dispatch(handle, call, stream) },
             _ => Err(foreign_handle()),
         }
@@ -255,14 +240,10 @@ impl Engine {
     ///
     /// # Errors
     /// The library's.
-    ///
-    /// # Safety
-    /// As for [`Engine::prepare`].
-    pub(super) unsafe fn combine(&self, handle: &Handle, call: &Combine, stream: Stream) -> Result<()> {
+    pub(super) fn combine(&self, handle: &Handle, call: &Combine, stream: Stream) -> Result<()> {
         match (self, handle) {
-            // SAFETY: passed on.
-            (Self::NcclEp(group), Handle::NcclEp(handle)) => unsafe { group.combine(handle, call, stream) },
-            // SAFETY: passed on.
+            (Self::NcclEp(group), Handle::NcclEp(handle)) => group.combine(handle, call, stream),
+            // SAFETY: the stream is bound, and so is what the call names.
             (Self::Native(group), Handle::Native(handle)) => unsafe { group.combine(handle, call, stream) },
             _ => Err(foreign_handle()),
         }
@@ -272,14 +253,10 @@ impl Engine {
     ///
     /// # Errors
     /// The library's.
-    ///
-    /// # Safety
-    /// As for [`Engine::prepare`].
-    pub(super) unsafe fn dispatch_bwd(&self, handle: &Handle, call: &DispatchBwd, stream: Stream) -> Result<()> {
+    pub(super) fn dispatch_bwd(&self, handle: &Handle, call: &DispatchBwd, stream: Stream) -> Result<()> {
         match (self, handle) {
-            // SAFETY: passed on.
-            (Self::NcclEp(group), Handle::NcclEp(handle)) => unsafe { group.dispatch_bwd(handle, call, stream) },
-            // SAFETY: passed on.
+            (Self::NcclEp(group), Handle::NcclEp(handle)) => group.dispatch_bwd(handle, call, stream),
+            // SAFETY: the stream is bound, and so is what the call names.
             (Self::Native(group), Handle::Native(handle)) => unsafe { group.dispatch_bwd(handle, call, stream) },
             _ => Err(foreign_handle()),
         }
@@ -289,14 +266,10 @@ impl Engine {
     ///
     /// # Errors
     /// The library's.
-    ///
-    /// # Safety
-    /// As for [`Engine::prepare`].
-    pub(super) unsafe fn combine_bwd(&self, handle: &Handle, call: &CombineBwd, stream: Stream) -> Result<()> {
+    pub(super) fn combine_bwd(&self, handle: &Handle, call: &CombineBwd, stream: Stream) -> Result<()> {
         match (self, handle) {
-            // SAFETY: passed on.
-            (Self::NcclEp(group), Handle::NcclEp(handle)) => unsafe { group.combine_bwd(handle, call, stream) },
-            // SAFETY: passed on.
+            (Self::NcclEp(group), Handle::NcclEp(handle)) => group.combine_bwd(handle, call, stream),
+            // SAFETY: the stream is bound, and so is what the call names.
             (Self::Native(group), Handle::Native(handle)) => unsafe { group.combine_bwd(handle, call, stream) },
             _ => Err(foreign_handle()),
         }

@@ -41,7 +41,8 @@ impl Memory {
         // SAFETY: room for a status, which nobody else knows yet; all zero bytes are one.
         unsafe { status.cast::<Status>().write_bytes(0, 1) };
         // Signals start at zero, before any peer can write one: registering is collective.
-        let none = Stream(0);
+        // SAFETY: the default stream.
+        let none = unsafe { Stream::bind(0) };
         // SAFETY: memory of these sizes, allocated just now.
         unsafe { cuda.zero(segment, layout.segment_bytes as usize, none) }?;
         // SAFETY: as above.

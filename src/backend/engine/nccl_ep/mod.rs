@@ -149,27 +149,16 @@ impl Group {
     }
 
     /// Exchanges the routing and fills the handle memory and its header.
-    ///
-    /// # Safety
-    /// The tensors are device memory of the described extent, live until the queued work is done; `stream` is a stream
-    /// of the group's device.
-    pub(super) unsafe fn prepare(
-        &self,
-        handle: &Handle,
-        call: &Prepare,
-        header: &HeaderOut,
-        stream: Stream,
-    ) -> Result<()> {
+    pub(super) fn prepare(&self, handle: &Handle, call: &Prepare, header: &HeaderOut, stream: Stream) -> Result<()> {
         let (cuda, experts) = (&self.base.cuda, self.config.num_experts);
         let invalid_indices = header.address + INVALID_INDICES_OFFSET as u64;
         // Of the total's two words the kernels write as many as its dtype has. The words in front go too: should the exchange
         // fail, the memory holds no routing, wherever its bytes are moved.
         // SAFETY: the handle memory starts with room for the header and its counters.
         unsafe { cuda.zero(header.address, COUNTERS_END, stream) }?;
-        // SAFETY: the caller vouches for tensors and stream; the handle memory ends with room for the copy.
+        // SAFETY: `Stream::bind` vouches for the tensors; the handle memory ends with room for the copy.
         unsafe { self.index_copier.copy(&call.topk_idx, handle.indices, invalid_indices, experts, stream) }?;
-        // SAFETY: as above.
-        unsafe { self.update(handle, call, &header.total, stream) }?;
+        self.update(handle, call, &header.total, stream)?;
         if let Some(wanted) = &call.total {
             // SAFETY: the caller vouches for its total, which has the dtype of ours.
             unsafe { cuda.copy(wanted.data, header.total.data, wanted.dtype.bytes(1), stream) }?;
@@ -179,10 +168,7 @@ impl Group {
     }
 
     /// Exchanges the routing of the copied indices and fills NCCL EP's part and `total`.
-    ///
-    /// # Safety
-    /// As for [`Group::prepare`].
-    unsafe fn update(&self, handle: &Handle, prepare: &Prepare, total: &TensorView, stream: Stream) -> Result<()> {
+    fn update(&self, handle: &Handle, prepare: &Prepare, total: &TensorView, stream: Stream) -> Result<()> {
         let names = [
             ("topk_idx", Some(&prepare.topk_idx)),
             ("layout_info.expert_counters", prepare.token_counts.as_ref()),
@@ -198,49 +184,37 @@ impl Group {
         let (update, handle, topk_idx, layout, stream) =
             (self.ep.ncclEpUpdateHandle, handle.raw, topk_idx.bind().raw, &raw const layout, stream.as_raw());
         checked(&self.base.nccl, "ncclEpUpdateHandle", || {
-            // SAFETY: handle and descriptors are live; the caller vouches for what they describe.
+            // SAFETY: handle and descriptors are live; `Stream::bind` vouches for what they describe.
             unsafe { update(handle, topk_idx, layout, stream) }
         })
     }
 
     /// Sends rows, and weights if there are any, to their experts' ranks.
-    ///
-    /// # Safety
-    /// As for [`Group::prepare`].
-    pub(super) unsafe fn dispatch(&self, handle: &Handle, call: &Dispatch, stream: Stream) -> Result<()> {
+    pub(super) fn dispatch(&self, handle: &Handle, call: &Dispatch, stream: Stream) -> Result<()> {
         let pass = if call.topk_weights.is_some() { Pass::Forward } else { Pass::Backward };
-        // SAFETY: passed on.
-        unsafe {
-            self.run_dispatch(
-                "nvte_ep_dispatch",
-                handle,
-                (&call.tokens, call.topk_weights.as_ref()),
-                (&call.recv_tokens, call.recv_topk_weights.as_ref()),
-                pass,
-                stream,
-            )
-        }
+        self.run_dispatch(
+            "nvte_ep_dispatch",
+            handle,
+            (&call.tokens, call.topk_weights.as_ref()),
+            (&call.recv_tokens, call.recv_topk_weights.as_ref()),
+            pass,
+            stream,
+        )
     }
 
     /// Gradient of combine: sends each token's gradient to the slots that the token's rows came from.
-    ///
-    /// # Safety
-    /// As for [`Group::prepare`].
-    pub(super) unsafe fn combine_bwd(&self, handle: &Handle, call: &CombineBwd, stream: Stream) -> Result<()> {
-        // SAFETY: passed on.
-        unsafe {
-            self.run_dispatch(
-                "nvte_ep_combine_bwd",
-                handle,
-                (&call.grad, None),
-                (&call.grad_expert_out, None),
-                Pass::Backward,
-                stream,
-            )
-        }
+    pub(super) fn combine_bwd(&self, handle: &Handle, call: &CombineBwd, stream: Stream) -> Result<()> {
+        self.run_dispatch(
+            "nvte_ep_combine_bwd",
+            handle,
+            (&call.grad, None),
+            (&call.grad_expert_out, None),
+            Pass::Backward,
+            stream,
+        )
     }
 
-    unsafe fn run_dispatch(
+    fn run_dispatch(
         &self,
         function: &str,
         handle: &Handle,
@@ -276,43 +250,33 @@ impl Group {
         let (dispatch, handle, stream) = (self.ep.ncclEpDispatch, handle.raw, stream.as_raw());
         let (inputs, outputs, config) = (&raw const inputs, &raw const outputs, &raw const config);
         checked(&self.base.nccl, "ncclEpDispatch", || {
-            // SAFETY: handle and structures are live; the caller vouches for what they describe.
+            // SAFETY: handle and structures are live; `Stream::bind` vouches for what they describe.
             unsafe { dispatch(handle, inputs, outputs, std::ptr::null(), config, stream) }
         })
     }
 
     /// Sums each token's rows back on its own rank.
-    ///
-    /// # Safety
-    /// As for [`Group::prepare`].
-    pub(super) unsafe fn combine(&self, handle: &Handle, call: &Combine, stream: Stream) -> Result<()> {
-        // SAFETY: passed on.
-        unsafe {
-            self.run_combine(
-                "nvte_ep_combine",
-                handle,
-                (&call.expert_out, None),
-                (&call.result, None),
-                Pass::Forward,
-                stream,
-            )
-        }
+    pub(super) fn combine(&self, handle: &Handle, call: &Combine, stream: Stream) -> Result<()> {
+        self.run_combine(
+            "nvte_ep_combine",
+            handle,
+            (&call.expert_out, None),
+            (&call.result, None),
+            Pass::Forward,
+            stream,
+        )
     }
 
     /// Gradient of dispatch: sums the rows' gradients and gathers the weights' gradients.
-    ///
-    /// # Safety
-    /// As for [`Group::prepare`].
-    pub(super) unsafe fn dispatch_bwd(&self, handle: &Handle, call: &DispatchBwd, stream: Stream) -> Result<()> {
+    pub(super) fn dispatch_bwd(&self, handle: &Handle, call: &DispatchBwd, stream: Stream) -> Result<()> {
         let inputs = (&call.grad, call.g_recv_topk_weights.as_ref());
         let outputs = (&call.grad_tokens, call.grad_topk_weights.as_ref());
         // NCCL EP's backward pass insists on weights; the rows' part of it is the forward pass.
         let pass = if outputs.1.is_some() { Pass::Backward } else { Pass::Forward };
-        // SAFETY: passed on.
-        unsafe { self.run_combine("nvte_ep_dispatch_bwd", handle, inputs, outputs, pass, stream) }
+        self.run_combine("nvte_ep_dispatch_bwd", handle, inputs, outputs, pass, stream)
     }
 
-    unsafe fn run_combine(
+    fn run_combine(
         &self,
         function: &str,
         handle: &Handle,
@@ -339,7 +303,7 @@ impl Group {
         let (combine, handle, stream) = (self.ep.ncclEpCombine, handle.raw, stream.as_raw());
         let (inputs, outputs, config) = (&raw const inputs, &raw const outputs, &raw const config);
         checked(&self.base.nccl, "ncclEpCombine", || {
-            // SAFETY: handle and structures are live; the caller vouches for what they describe.
+            // SAFETY: handle and structures are live; `Stream::bind` vouches for what they describe.
             unsafe { combine(handle, inputs, outputs, config, stream) }
         })
     }
