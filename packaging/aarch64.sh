@@ -36,6 +36,8 @@ for file in "$built"/*.so "$built/nvte-ep"; do
   readelf -h "$file" | grep -q 'Machine: *AArch64' || { echo "$file is not for AArch64"; exit 1; }
   within_floor "$file"
 done
+wheels=${CARGO_TARGET_DIR:-$root/target}/dist/aarch64; rm -rf "$wheels"; mkdir -p "$wheels"
+packaging/wheel.sh "$built" manylinux_2_28_aarch64 "$wheels"
 diff <(nm -D --defined-only "$built/libnvte_ep.so" | awk '{print $NF}' | LC_ALL=C sort) abi/register_layer/exports.txt
 
 aarch64-linux-gnu-gcc -std=c11 -Wall -Wextra -Werror -pedantic tests_cpp/consumers/consumer.c -o "$built/consumer" \

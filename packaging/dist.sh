@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes what is released, from a clean checkout: the archive nvte-ep-VERSION-linux-x86_64.tar.gz (the installed tree, with an
-# SBOM of each binary), the Debian package, and SHA256SUMS. usage: dist.sh [--verify | OUT]      (default: target/dist/out)
+# SBOM of each binary), the Debian package, the wheel for PyTorch, and SHA256SUMS. usage: dist.sh [--verify | OUT]      (default: target/dist/out)
 # --verify makes all of it a second time, from a clone in another folder, and compares the bytes.
 # Takes minutes: a release build, once cargo-cyclonedx (from crates.io, compiled), and qa/L1_install on the result.
 set -euo pipefail
@@ -47,7 +47,10 @@ echo "--- Debian package"
 cmake -S . -B "$work/debian" -DNVTE_EP_BUILD_TESTS=OFF -DNVTE_EP_LIBRARY_DIR="$built" -DCMAKE_INSTALL_PREFIX=/usr >/dev/null
 SOURCE_DATE_EPOCH=$SOURCE_DATE_EPOCH cpack -G DEB -B "$work/deb" --config "$work/debian/CPackConfig.cmake" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
 cp "$work"/deb/*.deb "$out/"
-(cd "$out" && sha256sum -- *.tar.gz *.deb >SHA256SUMS && cat SHA256SUMS)
+
+echo "--- wheel"
+packaging/wheel.sh "$built" manylinux_2_28_x86_64 "$out"
+(cd "$out" && sha256sum -- *.tar.gz *.deb *.whl >SHA256SUMS && cat SHA256SUMS)
 [ -z "${NVTE_EP_DIST_ONLY:-}" ] || exit 0
 
 echo "--- consumers"

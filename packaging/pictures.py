@@ -221,7 +221,36 @@ def native():
     return p
 
 
-PICTURES = [step, slabs, capacity, pipeline, call, native]
+# Mean losses of each five steps of examples/pytorch/ep_moe.py with 2 ranks on the CPU (its option --losses writes all of them).
+LOSSES = """
+4.45, 3.54, 3.25, 3.17, 3.15, 2.94, 2.91, 2.79, 2.71, 2.66, 2.61, 2.59, 2.59, 2.57, 2.61,
+2.63, 2.57, 2.58, 2.52, 2.57, 2.63, 2.55, 2.53, 2.45, 2.53, 2.50, 2.41, 2.51, 2.50, 2.44
+"""
+
+
+def moe_loss():
+    p = Picture(620, 300, "The loss of the example over its 150 steps")
+    losses = [float(loss) for loss in LOSSES.replace("\n", " ").split(",")]
+    left, top, bottom, low, high = 70, 44, 250, 2, 5
+    p.text(left, 26, "mean cross entropy of the next character", bold=True)
+    for loss in range(low, high + 1):
+        y = bottom - (loss - low) / (high - low) * (bottom - top)
+        p.line((left, y), (590, y))
+        p.text(left - 10, y + 4.5, str(loss), "end")
+    for done in range(0, 151, 50):
+        p.text(left + done / 150 * 520, bottom + 20, str(done), "middle")
+    p.text(left + 260, bottom + 40, "steps", "middle")
+    points = [
+        (left + (5 * i + 2.5) / 150 * 520, round(bottom - (loss - low) / (high - low) * (bottom - top), 1))
+        for i, loss in enumerate(losses)
+    ]
+    p.parts.append(
+        f'<path d="M{" L".join(f"{x:g} {y:g}" for x, y in points)}" fill="none" stroke="#1f6fd6" stroke-width="2"/>'
+    )
+    return p
+
+
+PICTURES = [step, slabs, capacity, pipeline, call, native, moe_loss]
 
 if len(sys.argv) != 2 or sys.argv[1] not in ("--check", "--write"):
     sys.exit(__doc__)

@@ -11,10 +11,11 @@
 from ._library import EpArgumentError, EpError, EpNotSupportedError, EpTimeoutError, version
 from ._symm import is_symm_backed, release_symm_mem_pool, symm_mem_alloc
 from .ep import EpBuffer, ep_bootstrap, ep_combine, ep_dispatch, ep_finalize, ep_prepare, is_ep_bootstrapped
+from .moe import MoELayer
 from .mxfp8 import mxfp8_dequantize, mxfp8_quantize
 
 __all__ = [
-    "EpArgumentError", "EpBuffer", "EpError", "EpNotSupportedError", "EpTimeoutError", "ep_bootstrap", "ep_combine", "ep_dispatch",
+    "EpArgumentError", "EpBuffer", "EpError", "EpNotSupportedError", "EpTimeoutError", "MoELayer", "ep_bootstrap", "ep_combine", "ep_dispatch",
     "ep_finalize", "ep_prepare", "is_ep_bootstrapped", "is_symm_backed", "mxfp8_dequantize", "mxfp8_quantize", "release_symm_mem_pool",
     "symm_mem_alloc", "version",
 ]

@@ -133,23 +133,19 @@ def version() -> str:
 class _Slot:
     """An NVTETensor of a thread's own, which describes one torch tensor after the other."""
 
-    __slots__ = ("tensor", "basic", "reference")
+    __slots__ = ("tensor", "basic", "reference", "described")
 
     def __init__(self, scaling: int) -> None:
         tensor = ctypes.c_void_p()
         check(LIBRARY.nvte_ep_try_create_tensor(scaling, ctypes.byref(tensor)))
         self.tensor, self.basic = tensor.value, BasicTensor()
+        self.described: tuple[object, ...] = ()
         self.reference = ctypes.addressof(self.basic)
 
     def set(self, parameter: int, tensor: torch.Tensor, dtype: int) -> None:
-        basic = self.basic
+        basic, shape = self.basic, tensor.shape
         basic.data, basic.dtype = tensor.data_ptr(), dtype
-        shape, ndim = basic.shape, 0
-        data = shape.data
-        for extent in tensor.shape:
-            data[ndim] = extent
-            ndim += 1
-        shape.ndim = ndim
+        basic.shape.data[: len(shape)], basic.shape.ndim = shape, len(shape)
         check(LIBRARY.nvte_ep_try_set_tensor_param_v2(self.tensor, parameter, self.reference, _BASIC_BYTES))
 
     def __del__(self) -> None:
@@ -179,10 +175,15 @@ def describe(position: int, tensor: torch.Tensor | None) -> int | None:
     while len(plain) <= position:
         plain.append(_Slot(_DELAYED_SCALING))
     slot = plain[position]
-    dtype = DTYPES.get(tensor.dtype)
-    if dtype is None:
-        raise TypeError(f"nvte_ep: tensors of {tensor.dtype} are not supported; the types are {', '.join(map(str, DTYPES))}")
-    slot.set(_ROWWISE_DATA, tensor, dtype)
+    # Often the same as before: frameworks reuse memory.
+    described = tensor.data_ptr(), tensor.dtype, tensor.shape
+    if slot.described != described:
+        dtype = DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise TypeError(f"nvte_ep: tensors of {tensor.dtype} are not supported; the types are {', '.join(map(str, DTYPES))}")
+        slot.described = ()
+        slot.set(_ROWWISE_DATA, tensor, dtype)
+        slot.described = described
     return slot.tensor
 
 

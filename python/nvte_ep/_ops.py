@@ -1,12 +1,15 @@
 """The calls of the library as operators of torch, so that torch.compile and CUDA graphs take them.
 
-Each writes into tensors that it is given, and says so in its schema; none has a gradient of its own (`nvte_ep._autograd` has
-them). Arguments are checked by the library, but for what it cannot see: where a tensor is, and its strides.
+Each writes into tensors that it is given, and says so in its schema; none has a gradient of its own (`nvte_ep.ep` has them).
+Arguments are checked by the library, but for what it cannot see: where a tensor is, and its strides.
+
+`torch.library.custom_op` does the same in more steps, which cost 13 us a call.
 """
 
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,25 +19,20 @@ from . import _library as c
 from ._group import Group, device_of, group_of
 
 
-def _group(function: str, named: dict[str, torch.Tensor | None]) -> Group:
+def _group(function: str, handle_mem: torch.Tensor, **named: torch.Tensor | None) -> Group:
     """The group of a call's tensors, which all have to be on its device and contiguous."""
-    group = None
+    device = handle_mem.device
     for name, tensor in named.items():
         if tensor is None:
             continue
-        if group is None:
-            group = group_of(tensor.device, function)
-        if tensor.device != group.device:
-            raise c.EpArgumentError(
-                f"nvte_ep.{function}: {name} must be on {group.device}, the device of {next(iter(named))}, found {tensor.device}"
-            )
+        if tensor.device != device:
+            raise c.EpArgumentError(f"nvte_ep.{function}: {name} must be on {device}, the device of handle_mem, found {tensor.device}")
         if not tensor.is_contiguous():
             raise c.EpArgumentError(
                 f"nvte_ep.{function}: {name} must be contiguous, found strides {tuple(tensor.stride())} of shape "
                 f"{tuple(tensor.shape)}: call .contiguous()"
             )
-    assert group is not None
-    return group
+    return group_of(device, function)
 
 
 def _call(group: Group, function: Callable[..., int], handle_mem: torch.Tensor, *arguments: Any) -> None:
@@ -85,65 +83,78 @@ def _rows(position: int, data: torch.Tensor, scales: torch.Tensor | None) -> int
     return c.describe(position, data) if scales is None else c.describe_scaled(position, data, scales)
 
 
-@torch.library.custom_op("nvte_ep::prepare", mutates_args=("handle_mem", "tokens_per_expert", "total_recv_tokens"))
-def prepare(handle_mem: torch.Tensor, topk_idx: torch.Tensor, tokens_per_expert: torch.Tensor, total_recv_tokens: torch.Tensor,
+# Where a thread keeps the NVTETensors of each call: places of its own, so that tensors that stay in place are described once.
+
+
+def _prepare(handle_mem: torch.Tensor, topk_idx: torch.Tensor, tokens_per_expert: torch.Tensor, total_recv_tokens: torch.Tensor,
             top_k: int, alignment: int) -> None:
-    group = _group("ep_prepare", {"handle_mem": handle_mem, "topk_idx": topk_idx, "tokens_per_expert": tokens_per_expert})
+    group = _group("ep_prepare", handle_mem, topk_idx=topk_idx, tokens_per_expert=tokens_per_expert)
     layer = c.LayerConfig(ctypes.sizeof(c.LayerConfig), top_k, alignment)
-    _call(group, c.LIBRARY.nvte_ep_try_prepare, handle_mem, c.describe(1, topk_idx), c.describe(2, tokens_per_expert),
-          c.describe(3, total_recv_tokens), ctypes.addressof(layer))
+    _call(group, c.LIBRARY.nvte_ep_try_prepare, handle_mem, c.describe(6, topk_idx), c.describe(7, tokens_per_expert),
+          c.describe(8, total_recv_tokens), ctypes.addressof(layer))
 
 
-@torch.library.custom_op("nvte_ep::dispatch", mutates_args=("recv_tokens", "recv_scales", "recv_topk_weights"))
-def dispatch(handle_mem: torch.Tensor, tokens: torch.Tensor, scales: torch.Tensor | None, topk_idx: torch.Tensor,
+def _dispatch(handle_mem: torch.Tensor, tokens: torch.Tensor, scales: torch.Tensor | None, topk_idx: torch.Tensor,
              topk_weights: torch.Tensor | None, recv_tokens: torch.Tensor, recv_scales: torch.Tensor | None,
              recv_topk_weights: torch.Tensor | None) -> None:
-    group = _group("ep_dispatch", {
-        "handle_mem": handle_mem, "tokens": tokens, "scales": scales, "topk_idx": topk_idx, "topk_weights": topk_weights,
-        "recv_tokens": recv_tokens, "recv_scales": recv_scales, "recv_topk_weights": recv_topk_weights,
-    })
+    group = _group("ep_dispatch", handle_mem, tokens=tokens, scales=scales, topk_idx=topk_idx, topk_weights=topk_weights,
+                   recv_tokens=recv_tokens, recv_scales=recv_scales, recv_topk_weights=recv_topk_weights)
     _call(group, c.LIBRARY.nvte_ep_try_dispatch, handle_mem, c.describe(1, topk_idx), _rows(2, tokens, scales), c.NO_WINDOW,
           c.describe(3, topk_weights), c.NO_WINDOW, _rows(4, recv_tokens, recv_scales), _window(group, recv_tokens, recv_scales),
           c.describe(5, recv_topk_weights), c.NO_WINDOW)
 
 
 def _combine(handle_mem: torch.Tensor, expert_out: torch.Tensor, result: torch.Tensor) -> None:
-    group = _group("ep_combine", {"handle_mem": handle_mem, "expert_out": expert_out, "result": result})
-    _call(group, c.LIBRARY.nvte_ep_try_combine, handle_mem, c.describe(1, expert_out), _window(group, expert_out),
-          c.describe(2, result))
+    group = _group("ep_combine", handle_mem, expert_out=expert_out, result=result)
+    _call(group, c.LIBRARY.nvte_ep_try_combine, handle_mem, c.describe(9, expert_out), _window(group, expert_out),
+          c.describe(10, result))
 
 
 def _dispatch_bwd(handle_mem: torch.Tensor, grad: torch.Tensor, grad_recv_weights: torch.Tensor | None, grad_tokens: torch.Tensor,
                   grad_weights: torch.Tensor | None) -> None:
-    group = _group("ep_dispatch's backward", {
-        "handle_mem": handle_mem, "grad": grad, "g_recv_topk_weights": grad_recv_weights, "grad_tokens": grad_tokens,
-        "grad_topk_weights": grad_weights,
-    })
-    _call(group, c.LIBRARY.nvte_ep_try_dispatch_bwd, handle_mem, c.describe(1, grad), _window(group, grad),
-          c.describe(2, grad_recv_weights), c.NO_WINDOW, c.describe(3, grad_tokens), c.describe(4, grad_weights))
+    group = _group("ep_dispatch's backward", handle_mem, grad=grad, g_recv_topk_weights=grad_recv_weights,
+                   grad_tokens=grad_tokens, grad_topk_weights=grad_weights)
+    _call(group, c.LIBRARY.nvte_ep_try_dispatch_bwd, handle_mem, c.describe(11, grad), _window(group, grad),
+          c.describe(12, grad_recv_weights), c.NO_WINDOW, c.describe(13, grad_tokens), c.describe(14, grad_weights))
 
 
-# The same with one argument more that is written: a zero-copy group sums duplicate rows in place.
-combine = torch.library.custom_op("nvte_ep::combine", _combine, mutates_args=("result",))
-combine_in_place = torch.library.custom_op("nvte_ep::combine_in_place", _combine, mutates_args=("expert_out", "result"))
-dispatch_bwd = torch.library.custom_op("nvte_ep::dispatch_bwd", _dispatch_bwd, mutates_args=("grad_tokens", "grad_weights"))
-dispatch_bwd_in_place = torch.library.custom_op(
-    "nvte_ep::dispatch_bwd_in_place", _dispatch_bwd, mutates_args=("grad", "grad_tokens", "grad_weights"))
-
-
-@torch.library.custom_op("nvte_ep::combine_bwd", mutates_args=("grad_expert_out", "grad_scales"))
-def combine_bwd(handle_mem: torch.Tensor, grad: torch.Tensor, scales: torch.Tensor | None, grad_expert_out: torch.Tensor,
+def _combine_bwd(handle_mem: torch.Tensor, grad: torch.Tensor, scales: torch.Tensor | None, grad_expert_out: torch.Tensor,
                 grad_scales: torch.Tensor | None) -> None:
-    group = _group("ep_combine's backward", {
-        "handle_mem": handle_mem, "grad": grad, "scales": scales, "grad_expert_out": grad_expert_out, "grad_scales": grad_scales,
-    })
-    _call(group, c.LIBRARY.nvte_ep_try_combine_bwd, handle_mem, _rows(1, grad, scales), c.NO_WINDOW,
-          _rows(2, grad_expert_out, grad_scales), _window(group, grad_expert_out, grad_scales))
+    group = _group("ep_combine's backward", handle_mem, grad=grad, scales=scales, grad_expert_out=grad_expert_out,
+                   grad_scales=grad_scales)
+    _call(group, c.LIBRARY.nvte_ep_try_combine_bwd, handle_mem, _rows(15, grad, scales), c.NO_WINDOW,
+          _rows(16, grad_expert_out, grad_scales), _window(group, grad_expert_out, grad_scales))
+
+
+_OPERATORS = torch.library.Library("nvte_ep", "DEF")
 
 
 def _nothing(*arguments: Any, **named: Any) -> None:
     """What each returns where only shapes are computed."""
 
 
-for _operator in (prepare, dispatch, combine, combine_in_place, dispatch_bwd, dispatch_bwd_in_place, combine_bwd):
-    _operator.register_fake(_nothing)
+def _define(name: str, function: Callable[..., None], *written: str) -> Callable[..., None]:
+    """Makes a function an operator that writes the named arguments."""
+    places = [place for place, argument in enumerate(inspect.signature(function).parameters) if argument in written]
+
+    def call(*arguments: Any) -> None:
+        function(*arguments)
+        # By which autograd knows that a tensor that it has saved was changed.
+        for place in places:
+            if arguments[place] is not None:
+                torch.autograd.graph.increment_version(arguments[place])
+
+    _OPERATORS.define(name + torch.library.infer_schema(function, mutates_args=written), tags=torch.Tag.pt2_compliant_tag)
+    _OPERATORS.impl(name, call, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nvte_ep::{name}", _nothing, lib=_OPERATORS)
+    return getattr(torch.ops.nvte_ep, name).default
+
+
+prepare = _define("prepare", _prepare, "handle_mem", "tokens_per_expert", "total_recv_tokens")
+dispatch = _define("dispatch", _dispatch, "recv_tokens", "recv_scales", "recv_topk_weights")
+combine = _define("combine", _combine, "result")
+dispatch_bwd = _define("dispatch_bwd", _dispatch_bwd, "grad_tokens", "grad_weights")
+combine_bwd = _define("combine_bwd", _combine_bwd, "grad_expert_out", "grad_scales")
+# A zero-copy group sums a token's rows in place.
+combine_in_place = _define("combine_in_place", _combine, "expert_out", "result")
+dispatch_bwd_in_place = _define("dispatch_bwd_in_place", _dispatch_bwd, "grad", "grad_tokens", "grad_weights")

@@ -9,7 +9,7 @@ bundle=$(cd "${1:?usage: torch.sh BUNDLE}" && pwd)
 : "${NVTE_EP_TEST_NCCL:?the libnccl.so.2 to preload}"
 export PYTHONPATH=$bundle:$bundle/pytest NVTE_EP_TEST_DEVICE=cuda PYTHONDONTWRITEBYTECODE=1
 python=${PYTHON:-python3}
-seconds=${SECONDS_EACH:-280}
+seconds=${SECONDS_EACH:-500}
 ranks() {
   local count=$1; shift
   timeout -k 5 $((seconds + 10)) "$bundle/nvte_ep/bin/nvte-ep" launch -n "$count" --runtime cuda --timeout "$seconds" -- \

@@ -58,7 +58,7 @@ class Data:
             rows += [torch.zeros(HIDDEN, dtype=self.all_tokens[0].dtype, device=DEVICE)] * padding
             weights += [torch.zeros((), device=DEVICE)] * padding
             counts.append(taken + padding)
-        some = torch.stack(rows) if rows else torch.zeros(0, HIDDEN, device=DEVICE), torch.stack(weights) if weights else torch.zeros(0)
+        some = torch.stack(rows) if rows else torch.zeros(0, HIDDEN, device=DEVICE), torch.stack(weights) if weights else torch.zeros(0, device=DEVICE)
         return *some, counts
 
 
@@ -68,9 +68,10 @@ def scales_of_experts():
 
 
 def experts(rows, counts):
-    """Multiplies each slab by its expert's number; leaves what lies behind the slabs zero."""
-    factors = torch.repeat_interleave(scales_of_experts()[RANK * LOCAL : (RANK + 1) * LOCAL], counts)
-    factors = torch.cat([factors, factors.new_zeros(rows.shape[0] - factors.shape[0])]).unsqueeze(1)
+    """Multiplies each slab by its expert's number; zero behind the slabs. Reads the counts on the device."""
+    place = torch.arange(rows.shape[0], device=DEVICE)
+    expert = torch.searchsorted(counts.cumsum(0), place, right=True)
+    factors = torch.cat([scales_of_experts()[RANK * LOCAL : (RANK + 1) * LOCAL], torch.zeros(1, device=DEVICE)])[expert].unsqueeze(1)
     return torch.where(factors != 0, rows * factors, 0).to(rows.dtype)
 
 
