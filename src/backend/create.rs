@@ -17,6 +17,7 @@ use crate::options::Options;
 use crate::preflight::{self, Place};
 use crate::progress::Progress;
 use crate::sys;
+use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -124,7 +125,7 @@ impl Live {
             Err(error) => {
                 if matches!(error, Error::TimeOut { .. }) {
                     // What was given up on may still use its memory, and freeing any waits for it.
-                    std::mem::forget(ready);
+                    leave(ready);
                 } else {
                     meeting.close_after_failure();
                 }
@@ -153,7 +154,7 @@ impl Live {
         let (candidate, means, fit, progress) = match (ready, agreed) {
             (Ok((candidate, means)), Ok((fit, progress))) => (candidate, means, fit, progress),
             (ready, Err(error @ Error::TimeOut { .. })) => {
-                std::mem::forget(ready);
+                leave(ready);
                 return Err(error);
             }
             (ready, agreed) => {
@@ -190,6 +191,15 @@ impl Live {
         };
         Ok(Live { watch, group })
     }
+}
+
+/// What a rank has found before all have agreed.
+type Ready = Result<(Candidate, watch::Means)>;
+
+/// Leaves what can be neither used nor freed to the end of the process, where leak checkers see whose it is.
+fn leave(ready: Ready) {
+    static LEFT: Mutex<Vec<Ready>> = Mutex::new(Vec::new());
+    LEFT.lock().push(ready);
 }
 
 /// A number that no other process makes.

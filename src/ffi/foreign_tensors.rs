@@ -5,8 +5,7 @@ use super::types::{
 };
 use super::view::{Look, TensorParts, TensorReader};
 use crate::error::{Error, Result};
-use crate::sys::{catch_foreign, fn_table};
-use libloading::Library;
+use crate::sys::{catch_foreign, fn_table, keep};
 use libloading::os::unix::Library as UnixLibrary;
 use once_cell::sync::OnceCell;
 use std::ffi::c_void;
@@ -47,8 +46,7 @@ fn accessors() -> Result<&'static TensorAccessors> {
         let loaded = unsafe { UnixLibrary::open(Some(name), libc::RTLD_NOLOAD | libc::RTLD_NOW) };
         for library in [Some(UnixLibrary::this()), loaded.ok()].into_iter().flatten() {
             // The library stays: its functions are kept.
-            let library: &'static Library = Box::leak(Box::new(library.into()));
-            match TensorAccessors::from_library(library) {
+            match TensorAccessors::from_library(&keep(library)) {
                 Ok(found) => return Ok(found),
                 Err(error) => tried.push(error.to_string()),
             }

@@ -94,7 +94,7 @@ pub fn report(env: &Env) -> Vec<Finding> {
 
 fn host_runtime(env: &Env) -> Result<String> {
     let library = host_library(env)?;
-    let cuda = Cuda::from_library(library).map_err(|error| incomplete("the host runtime", &error))?;
+    let cuda = Cuda::from_library(&library).map_err(|error| incomplete("the host runtime", &error))?;
     let path =
         file_of(cuda.cuInit as *const c_void).map_or_else(|| "of unknown file".into(), |p| p.display().to_string());
     Ok(format!("{path}: runs without a GPU, for tests"))
@@ -112,7 +112,7 @@ fn driver(findings: &mut Vec<Finding>) -> Option<u32> {
             return if is_missing { unknown } else { None };
         }
     };
-    let cuda = match Cuda::from_library(library) {
+    let cuda = match Cuda::from_library(&library) {
         Ok(cuda) => cuda,
         Err(error) => {
             findings.push(Finding::of("driver", incomplete("the CUDA driver", &error)));
@@ -143,7 +143,7 @@ fn driver(findings: &mut Vec<Finding>) -> Option<u32> {
         }));
     }
     if count > 1 {
-        findings.extend(peers(library, count));
+        findings.extend(peers(&library, count));
     }
     Some(sms)
 }
@@ -179,7 +179,7 @@ fn peers(library: &libloading::Library, count: c_int) -> Option<Finding> {
 /// NCCL's file and version.
 fn nccl(env: &Env, findings: &mut Vec<Finding>) -> Option<(PathBuf, i32)> {
     let table =
-        nccl_library(env).and_then(|library| Nccl::from_library(library).map_err(|error| incomplete("NCCL", &error)));
+        nccl_library(env).and_then(|library| Nccl::from_library(&library).map_err(|error| incomplete("NCCL", &error)));
     let (table, version) = match table.and_then(|table| table.version().map(|version| (table, version))) {
         Ok(found) => found,
         Err(error) => {
@@ -215,7 +215,7 @@ fn nccl(env: &Env, findings: &mut Vec<Finding>) -> Option<(PathBuf, i32)> {
 fn nccl_ep(env: &Env, nccl: Option<&(PathBuf, i32)>, findings: &mut Vec<Finding>) -> Option<PathBuf> {
     let before = loaded_nccls().len();
     let loaded = nccl_ep_library(nccl.map(|(path, _)| path.as_path()), env).and_then(|library| {
-        let functions = NcclEp::from_library(library).map_err(|error| incomplete("NCCL EP", &error))?;
+        let functions = NcclEp::from_library(&library).map_err(|error| incomplete("NCCL EP", &error))?;
         let path = file_of(functions.ncclEpDispatch as *const c_void);
         Ok(NcclEpLibrary { functions, path, host_compiler: None, host_set_caller: None })
     });

@@ -6,7 +6,16 @@ use crate::error::{Error, Result};
 use libloading::Library;
 use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
+use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
+
+/// A library that stays loaded for the life of the process. It is no memory of ours: a leak checker finds nothing.
+pub(crate) type Kept = ManuallyDrop<Library>;
+
+/// Never unloads what was opened.
+pub(crate) fn keep(opened: UnixLibrary) -> Kept {
+    ManuallyDrop::new(opened.into())
+}
 
 /// `nvte_ep_host_set_caller` of nvte_ep_host.h.
 pub type SetCaller = unsafe extern "C" fn(*const c_char);
@@ -67,17 +76,17 @@ pub(super) fn base(env: &Env) -> Result<Base> {
         one_host_runtime(&loaded_host_runtimes())?;
         return Ok(Base {
             runtime: RuntimeKind::Host,
-            cuda: cuda::Cuda::from_library(host).map_err(|e| incomplete(HOST, &e))?,
-            nccl: nccl::Nccl::from_library(host).map_err(|e| incomplete(HOST, &e))?,
+            cuda: cuda::Cuda::from_library(&host).map_err(|e| incomplete(HOST, &e))?,
+            nccl: nccl::Nccl::from_library(&host).map_err(|e| incomplete(HOST, &e))?,
             nccl_path: None,
         });
     }
     let driver = driver_library()?;
     let nccl = nccl_library(env)?;
-    let table = nccl::Nccl::from_library(nccl).map_err(|e| incomplete("NCCL", &e))?;
+    let table = nccl::Nccl::from_library(&nccl).map_err(|e| incomplete("NCCL", &e))?;
     Ok(Base {
         runtime: RuntimeKind::Cuda,
-        cuda: cuda::Cuda::from_library(driver).map_err(|e| incomplete("the CUDA driver", &e))?,
+        cuda: cuda::Cuda::from_library(&driver).map_err(|e| incomplete("the CUDA driver", &e))?,
         nccl_path: file_of(table.ncclGetVersion as *const c_void),
         nccl: table,
     })
@@ -89,7 +98,7 @@ pub(super) fn nccl_ep(base: &Base, env: &Env) -> Result<NcclEpLibrary> {
     } else {
         nccl_ep_library(base.nccl_path.as_deref(), env)?
     };
-    let functions = ep::NcclEp::from_library(library).map_err(|e| incomplete("NCCL EP", &e))?;
+    let functions = ep::NcclEp::from_library(&library).map_err(|e| incomplete("NCCL EP", &e))?;
     let (mut host_compiler, mut host_set_caller) = (None, None);
     if base.runtime == RuntimeKind::Host {
         // SAFETY: the host runtime declares it so (nvte_ep_host.h). An older one may lack it.
@@ -104,14 +113,14 @@ pub(super) fn nccl_ep(base: &Base, env: &Env) -> Result<NcclEpLibrary> {
 }
 
 /// The CUDA driver.
-pub(crate) fn driver_library() -> Result<&'static Library> {
+pub(crate) fn driver_library() -> Result<Kept> {
     let remedy =
         "install the NVIDIA driver, or set NVTE_EP_RUNTIME=host (nvte-ep run: --runtime host) to run without a GPU";
     not_the_host_runtime("the CUDA driver", open_first("the CUDA driver", remedy, ["libcuda.so.1".into()])?, "cuInit")
 }
 
 /// NCCL EP, for the NCCL of this file: the named one, or the first that [`nccl_ep_search`] finds.
-pub(crate) fn nccl_ep_library(nccl: Option<&Path>, env: &Env) -> Result<&'static Library> {
+pub(crate) fn nccl_ep_library(nccl: Option<&Path>, env: &Env) -> Result<Kept> {
     let remedy = "install NCCL EP (pip install nccl-extensions) or set NVTE_EP_NCCL_EP_LIB to libnccl_ep.so";
     let search = match &env.nccl_ep_lib {
         Some(path) => [path.clone()].into(),
@@ -127,7 +136,8 @@ pub(crate) fn nccl_candidates(env: &Env, used: Option<&Path>) -> Vec<(PathBuf, i
     for candidate in nccl_search(env, &NCCL_PREFIXES, &site_packages(used)).candidates {
         // SAFETY: loading runs the library's constructors; these are the places of NCCL that the library itself tries.
         let Ok(opened) = (unsafe { UnixLibrary::open(Some(&candidate), RTLD_NOW | RTLD_LOCAL) }) else { continue };
-        let library: Library = opened.into();
+        // Its threads and state cannot be unloaded.
+        let library = keep(opened);
         // SAFETY: looks the symbol up; NCCL declares it so.
         let get = unsafe { library.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(b"ncclGetVersion\0") };
         let path = get.ok().and_then(|get| file_of(*get as *const c_void));
@@ -137,8 +147,6 @@ pub(crate) fn nccl_candidates(env: &Env, used: Option<&Path>) -> Vec<(PathBuf, i
         {
             found.push((path, version));
         }
-        // Its threads and state cannot be unloaded.
-        std::mem::forget(library);
     }
     found
 }
@@ -154,9 +162,9 @@ fn file_of_function(library: &Library, function: &str) -> Option<PathBuf> {
 }
 
 /// `library` for the CUDA runtime, unless its `function` is the host runtime's, which goes by all names.
-fn not_the_host_runtime(name: &str, library: &'static Library, function: &str) -> Result<&'static Library> {
-    match file_of_function(library, function) {
-        Some(file) if file_of_function(library, HOST_ONLY).as_ref() == Some(&file) => Err(Error::Preflight {
+fn not_the_host_runtime(name: &str, library: Kept, function: &str) -> Result<Kept> {
+    match file_of_function(&library, function) {
+        Some(file) if file_of_function(&library, HOST_ONLY).as_ref() == Some(&file) => Err(Error::Preflight {
             problem: format!(
                 "{name} is the host runtime here ({}), and NVTE_EP_RUNTIME does not ask for it",
                 file.display()
@@ -196,7 +204,7 @@ fn loaded_host_runtimes() -> Vec<PathBuf> {
 
 const HOST: &str = "the host runtime";
 
-pub(crate) fn host_library(env: &Env) -> Result<&'static Library> {
+pub(crate) fn host_library(env: &Env) -> Result<Kept> {
     let name = "libnvte_ep_host.so";
     let candidates = match &env.host_lib {
         Some(path) => vec![path.clone()],
@@ -206,7 +214,7 @@ pub(crate) fn host_library(env: &Env) -> Result<&'static Library> {
             // SAFETY: RTLD_NOLOAD runs nothing; it only finds what is loaded.
             let loaded = unsafe { UnixLibrary::open(Some(&soname), libc::RTLD_NOLOAD | RTLD_NOW) };
             if let Ok(loaded) = loaded {
-                return Ok(Box::leak(Box::new(loaded.into())));
+                return Ok(keep(loaded));
             }
             let beside = own_directories().into_iter().map(|directory| directory.join(name));
             beside.chain([PathBuf::from(soname)]).collect()
@@ -216,13 +224,13 @@ pub(crate) fn host_library(env: &Env) -> Result<&'static Library> {
 }
 
 /// NCCL: the named file, else what the process has, else the first that [`nccl_search`] finds.
-pub(crate) fn nccl_library(env: &Env) -> Result<&'static Library> {
+pub(crate) fn nccl_library(env: &Env) -> Result<Kept> {
     let remedy = "install NCCL 2.30.4 or later (pip install nvidia-nccl-cu13) or set NVTE_EP_NCCL_LIB to its path";
     if let Some(path) = &env.nccl_lib {
         return open_first("NCCL", remedy, [path.clone()]);
     }
-    let found = |library: Library| not_the_host_runtime("NCCL", Box::leak(Box::new(library)), "ncclCommCount");
-    let process: Library = UnixLibrary::this().into();
+    let found = |library: Kept| not_the_host_runtime("NCCL", library, "ncclCommCount");
+    let process = keep(UnixLibrary::this());
     // SAFETY: only the symbol's presence is asked for; it is not called.
     if unsafe { process.get::<*const c_void>(b"ncclCommCount\0") }.is_ok() {
         return found(process);
@@ -231,7 +239,7 @@ pub(crate) fn nccl_library(env: &Env) -> Result<&'static Library> {
     // file is loaded all the same, and a second one beside it, from NCCL_HOME, could not use its communicator.
     // SAFETY: nothing is loaded, so no constructor runs.
     if let Ok(loaded) = unsafe { UnixLibrary::open(Some(NCCL), RTLD_NOW | libc::RTLD_NOLOAD) } {
-        return found(loaded.into());
+        return found(keep(loaded));
     }
     let opened = open_first("NCCL", remedy, nccl_search(env, &NCCL_PREFIXES, &site_packages(None)))?;
     not_the_host_runtime("NCCL", opened, "ncclCommCount")
@@ -350,14 +358,14 @@ pub(crate) fn site_packages(nccl: Option<&Path>) -> Vec<PathBuf> {
 /// Opens the first candidate that loads. The library stays loaded for the life of the process: its functions are kept
 /// in statics and its threads and CUDA state cannot be unloaded. `RTLD_LOCAL`, since NCCL EP exports C++ internals that
 /// must not meet anyone else's.
-fn open_first(library: &'static str, remedy: &str, search: impl Into<Search>) -> Result<&'static Library> {
+fn open_first(library: &'static str, remedy: &str, search: impl Into<Search>) -> Result<Kept> {
     let Search { candidates, wrong: mut tried } = search.into();
     for candidate in candidates {
         // SAFETY: loading runs the library's constructors; these are the vendor's libraries or those the user named.
         match unsafe { UnixLibrary::open(Some(&candidate), RTLD_NOW | RTLD_LOCAL) } {
             Ok(opened) => {
                 tracing::debug!(target: "nvte_ep", library, path = %candidate.display(), "loaded");
-                return Ok(Box::leak(Box::new(opened.into())));
+                return Ok(keep(opened));
             }
             Err(error) => tried.push(format!("{}: {}", candidate.display(), chain(&error))),
         }

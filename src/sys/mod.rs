@@ -14,8 +14,8 @@ pub(crate) mod thread;
 
 pub use foreign::catch_foreign;
 pub(crate) use load::{
-    NCCL_PREFIXES, ancestors, driver_library, host_library, incomplete, loaded_nccls, nccl_candidates, nccl_ep_library,
-    nccl_library, provider_of, site_packages,
+    NCCL_PREFIXES, ancestors, driver_library, host_library, incomplete, keep, loaded_nccls, nccl_candidates,
+    nccl_ep_library, nccl_library, provider_of, site_packages,
 };
 pub use load::{NcclEpLibrary, SetCaller, file_of, own_directories};
 
