@@ -1,17 +1,17 @@
-//! Builds `shim/boundary.cc`, the only C++ of the libraries, and the table of error codes from docs/errors.md.
+//! Builds `shim/`, the only C++ of the libraries, and the table of error codes from docs/errors.md.
 
 use std::fmt::Write;
 use std::path::Path;
 
 fn main() {
-    println!("cargo::rerun-if-changed=shim/boundary.cc");
+    println!("cargo::rerun-if-changed=shim");
     cc::Build::new()
         .cpp(true)
         .std("c++17")
         .warnings(true)
         .warnings_into_errors(false)
         .flag_if_supported("-fvisibility=hidden")
-        .file("shim/boundary.cc")
+        .files(["shim/boundary.cc", "shim/thread_exit.cc"])
         .compile("nvte_ep_shim");
     error_codes();
 }

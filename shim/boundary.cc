@@ -5,11 +5,13 @@
 // error_throw, so that no Rust destructor is live when the exception leaves. In the other direction, try_call runs a
 // Rust trampoline, which calls a library that may throw, inside try/catch.
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -22,20 +24,47 @@ char* copy_text(const char* text) noexcept {
   return copy;
 }
 
+// An error for when there is no memory for a text: it holds the text itself, as much as it has room for, and the
+// exception object is then of the C++ runtime's own reserve. Its base is a copy that shares the text of one that was
+// made before.
+class ErrorWithoutMemory : public std::runtime_error {
+ public:
+  ErrorWithoutMemory(const char* text, std::size_t length) noexcept : std::runtime_error(base_) {
+    length = std::min(length, sizeof text_ - 1);
+    std::memcpy(text_, text, length);
+    text_[length] = '\0';
+  }
+  const char* what() const noexcept override { return text_; }
+
+ private:
+  static const std::runtime_error base_;
+  char text_[1024];
+};
+
+const std::runtime_error ErrorWithoutMemory::base_("nvte_ep: the process is out of memory");
+
 }  // namespace
 
 extern "C" {
 
-// Returns an exception object that owns a copy of the text; never null (out of memory ends in std::terminate, as a
-// throw without memory does).
+// Returns an exception object that owns a copy of the text, or null if there is no memory for it.
 void* nvte_ep_shim_error_new(const char* text, std::size_t length) noexcept {
-  return new std::runtime_error(std::string(text, length));
+  try {
+    return new std::runtime_error(std::string(text, length));
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
 }
 
 // Throws what error_new made and frees it.
 [[noreturn]] void nvte_ep_shim_error_throw(void* error) {
   const std::unique_ptr<std::runtime_error> owned(static_cast<std::runtime_error*>(error));
   throw std::runtime_error(*owned);
+}
+
+// Throws the text, which is the caller's, where error_new had no memory.
+[[noreturn]] void nvte_ep_shim_error_throw_text(const char* text, std::size_t length) {
+  throw ErrorWithoutMemory(text, length);
 }
 
 // Runs call(data). Returns 0, or 1 when a C++ exception left it; *text is then its what(), to be released with free().

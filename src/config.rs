@@ -203,6 +203,20 @@ impl GroupConfig {
             Ok(value) => Ok(Some(value)),
             Err(_) => Err(Error::argument(field(name), format!("must be 0 ({zero}) or more"), value)),
         };
+        // Looked at first: what a caller of a shorter structure passes behind it is nobody's.
+        let relocation = match flag("allow_handle_mem_reloc", allow_handle_mem_reloc, "1 = rebuild") {
+            Ok(true) => Relocation::Rebuild,
+            Ok(false) => Relocation::Refuse,
+            Err(error)
+                if DType::from_nvte(allow_handle_mem_reloc).is_some_and(|dtype| TOKEN_DTYPES.contains(&dtype)) =>
+            {
+                return Err(error.with_remedy(
+                    "this is the number of a token's data type, which stands here in earlier headers, whose NVTEEpGroupConfig \
+                     has no allow_handle_mem_reloc: compile the program with the headers of this library",
+                ));
+            }
+            Err(error) => return Err(error),
+        };
         let dtype = match max_token_dtype {
             0 => DType::BFloat16,
             code => DType::from_nvte(code).filter(|dtype| TOKEN_DTYPES.contains(dtype)).ok_or_else(|| {
@@ -227,11 +241,7 @@ impl GroupConfig {
             } else {
                 Transfer::Staged
             },
-            relocation: if flag("allow_handle_mem_reloc", allow_handle_mem_reloc, "1 = rebuild")? {
-                Relocation::Rebuild
-            } else {
-                Relocation::Refuse
-            },
+            relocation,
             num_topk: count("num_topk", num_topk, "not said")?,
             overflow: if flag("drop_on_overflow", drop_on_overflow, "1 = drop")? {
                 Overflow::Drop
@@ -549,6 +559,13 @@ pub(crate) mod tests {
                 |r| r.allow_handle_mem_reloc = 2,
                 "group_config.allow_handle_mem_reloc must be 0 or 1 (1 = rebuild), got 2",
             ),
+            (
+                // Of 32 bytes: the type in the place of allow_handle_mem_reloc, zero_copy in that of the type, and anything behind.
+                |r| (r.allow_handle_mem_reloc, r.max_token_dtype, r.zero_copy) = (6, 1, 0x7fff),
+                "group_config.allow_handle_mem_reloc must be 0 or 1 (1 = rebuild), got 6; this is the number of a token's data \
+                 type, which stands here in earlier headers, whose NVTEEpGroupConfig has no allow_handle_mem_reloc: compile the \
+                 program with the headers of this library",
+            ),
             (|r| r.num_topk = -1, "group_config.num_topk must be 0 (not said) or more, got -1"),
             (|r| r.num_topk = 17, "option num_topk must be at most 16 experts per token, got 17"),
             (
@@ -568,6 +585,48 @@ pub(crate) mod tests {
             let text = GroupConfig::try_from(request).unwrap_err().to_string();
             assert!(text.contains(expected), "{text:?} lacks {expected:?}");
         }
+    }
+
+    #[test]
+    fn the_limits_themselves_are_taken() {
+        type Change = fn(&mut GroupRequest);
+        let taken: [Change; 6] = [
+            |r| r.num_experts = 4 * 256,
+            |r| r.max_recv_tokens_per_rank = 64,
+            |r| r.num_topk = 16,
+            |r| (r.num_experts, r.num_topk) = (64, 32),
+            |r| (r.zero_copy, r.ep_size, r.num_experts) = (1, 128, 128),
+            |r| (r.zero_copy, r.max_recv_tokens_per_rank) = (1, 1 << 22),
+        ];
+        for (case, change) in taken.into_iter().enumerate() {
+            let mut request = REQUEST;
+            change(&mut request);
+            GroupConfig::try_from(request).unwrap_or_else(|error| panic!("case {case}: {error}"));
+        }
+        let refused = |change: Change| {
+            let mut request = REQUEST;
+            change(&mut request);
+            GroupConfig::try_from(request).unwrap_err().to_string()
+        };
+        assert_eq!(
+            refused(|r| (r.zero_copy, r.ep_size, r.num_experts) = (1, 132, 132)),
+            "group_config.ep_size must be at most 128 in zero-copy groups, got 132"
+        );
+        assert_eq!(
+            refused(|r| (r.num_experts, r.num_topk) = (64, 33)),
+            "option num_topk must be at most 32 experts per token, got 33"
+        );
+        // A layer of as many experts per token as num_topk says.
+        let group = GroupConfig::try_from(GroupRequest { num_topk: 8, ..REQUEST }).unwrap();
+        LayerConfig::parse("layer_config", 8, 0).unwrap().check_against(&group).unwrap();
+        let text = LayerConfig::parse("layer_config", 9, 0).unwrap().check_against(&group).unwrap_err().to_string();
+        assert_eq!(text, "layer_config.top_k must be at most the group's num_topk, 8, got 9");
+    }
+
+    #[test]
+    fn an_alignment_is_named_as_callers_give_it() {
+        let text = |alignment| LayerConfig::parse("layer_config", 2, alignment).unwrap().alignment.to_string();
+        assert_eq!([text(0), text(1), text(128)], ["1 (or 0: no padding)", "1 (or 0: no padding)", "128"]);
     }
 
     #[test]

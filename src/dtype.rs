@@ -133,6 +133,17 @@ mod tests {
     }
 
     #[test]
+    fn engines_know_types_by_number_and_place() {
+        for (index, row) in TABLE.iter().enumerate() {
+            assert_eq!(DType::from_index(index), Some(row.dtype));
+        }
+        assert_eq!(DType::from_index(TABLE.len()), None);
+        assert_eq!(DType::BFloat16.nccl(), Some(nccl::ncclBfloat16));
+        assert_eq!(DType::Float8E8M0.nccl(), Some(nccl::ncclUint8), "scales move as bytes");
+        assert_eq!(DType::Float4E2M1.nccl(), None);
+    }
+
+    #[test]
     fn sizes() {
         assert_eq!(DType::BFloat16.bytes(7), 14);
         assert_eq!(DType::Float4E2M1.bytes(3), 2);

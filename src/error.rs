@@ -80,6 +80,13 @@ pub enum Error {
         /// What to look at.
         remedy: String,
     },
+    /// The process has no memory left.
+    OutOfMemory {
+        /// What it was needed for.
+        what: String,
+        /// How many bytes that takes.
+        bytes: usize,
+    },
     /// Tear-down went on to its end, but these steps failed.
     Teardown(Vec<String>),
     /// This build has no expert parallelism in it.
@@ -143,6 +150,11 @@ impl fmt::Display for Error {
             Self::TimeOut { waited_for, milliseconds, remedy } => {
                 write!(f, "waited {milliseconds} ms for {waited_for}; {remedy}")
             }
+            Self::OutOfMemory { what, bytes } => write!(
+                f,
+                "the process is out of memory: {what} may take {bytes} bytes; free memory, or raise the process's limit \
+                 (ulimit -v, the container's), and make the call again"
+            ),
             Self::Teardown(failures) => write!(f, "the group is gone, but: {}", failures.join("; ")),
             Self::NotBuilt => f.write_str(
                 "this is the stub library, which is for linking only; put the folder of the full libnvte_ep.so.1 before \

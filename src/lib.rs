@@ -19,6 +19,7 @@
 //! | `progress` | how far each rank has come, for who waits too long |
 //! | `preflight` | what would make the libraries below abort or hang, looked at first |
 //! | [`diagnose`] | the same rules one by one, for `nvte-ep doctor` |
+//! | [`reserve`] | memory for when malloc has none |
 //! | [`sys`] | the loaded libraries |
 //! | [`ffi`] | what the C surfaces share: types, tensors, the error boundary |
 
@@ -44,6 +45,7 @@ pub mod options;
 mod patience;
 mod preflight;
 mod progress;
+pub mod reserve;
 mod symm_pool;
 pub mod sys;
 pub mod tensor;

@@ -102,3 +102,14 @@ const _: () = {
     assert!(NCCL_EP.row_bytes_multiple.is_power_of_two() && NCCL_EP.row_elements_multiple.is_power_of_two());
     assert!(NATIVE.row_bytes_multiple.is_power_of_two() && NATIVE.row_elements_multiple.is_power_of_two());
 };
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_engine_is_named_and_rows_have_25_bits_but_for_the_last_two() {
+        assert_eq!((format!("{NCCL_EP:?}"), format!("{NATIVE:?}")), ("NCCL EP".into(), "the native engine".into()));
+        assert_eq!(NATIVE.zero_copy.recv_rows, 33_554_430);
+    }
+}

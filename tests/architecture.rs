@@ -22,6 +22,7 @@ const CORE: Layers = &[
         "memory",
         "symm_pool",
         "progress",
+        "reserve",
         "patience",
         "sys",
         "env",

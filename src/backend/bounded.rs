@@ -15,31 +15,30 @@ pub(super) fn bounded<F: FnOnce() -> Result<()> + Send + 'static>(
     hopeless: &dyn Fn() -> Option<String>,
     work: F,
 ) -> Result<()> {
-    let (sender, receiver) = std::sync::mpsc::channel();
     let work = Arc::new(Mutex::new(Some(work)));
     let run = |work: &Mutex<Option<_>>| {
         let work = work.lock().take();
         work.map_or(Ok(()), |work: F| work())
     };
     let in_thread = work.clone();
-    if let Err(error) = thread::spawn("nvte_ep_wait", move || sender.send(run(&in_thread))) {
+    let thread = match thread::spawn(c"nvte_ep_wait", move || run(&in_thread)) {
+        Ok(thread) => thread,
         // Without a limit the calling thread may as well wait itself.
-        if limit.is_none() {
-            return run(&work);
+        Err(_) if limit.is_none() => return run(&work),
+        Err(error) => {
+            return Err(Error::State(format!(
+                "the thread that waits for {what} could not be started ({error}): raise the limit of threads or of memory"
+            )));
         }
-        return Err(Error::State(format!(
-            "the thread that waits for {what} could not be started ({error}): raise the limit of threads or of memory"
-        )));
-    }
+    };
     let mut patience =
         Patience::new(what, limit, "a rank died or left the sequence of calls; end this process too", hopeless);
     loop {
-        match receiver.recv_timeout(patience.slice()) {
-            Ok(result) => return result,
-            Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => {
-                return Err(Error::Internal(format!("a panic while waiting for {what}")));
+        match thread.wait(patience.slice()) {
+            Some(result) => {
+                return result.unwrap_or_else(|| Err(Error::Internal(format!("a panic while waiting for {what}"))));
             }
-            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => patience.check()?,
+            None => patience.check()?,
         }
     }
 }
@@ -59,7 +58,7 @@ mod tests {
         .unwrap_err();
         assert!(matches!(error, Error::TimeOut { milliseconds: 20.., .. }), "{error}");
         drop(release);
-        bounded(limit, "a test", &|| None, || Ok(())).unwrap();
+        bounded(Some(Duration::from_secs(60)), "a test", &|| None, || Ok(())).unwrap();
         bounded(None, "a test", &|| None, || Ok(())).unwrap();
     }
 }

@@ -20,6 +20,10 @@ impl Group {
             )));
         }
         let layer = self.layer_of(config)?;
+        if self.layers.try_reserve(1).is_err() {
+            let bytes = 2 * self.layers.len() * size_of::<(u64, Layer)>();
+            return Err(Error::OutOfMemory { what: format!("layer {}", self.layers.len() + 1), bytes });
+        }
         let id = next_layer_id();
         self.layers.insert(id, layer);
         tracing::debug!(target: "nvte_ep", id, ?layer, "layer registered");

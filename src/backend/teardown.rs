@@ -18,22 +18,20 @@ pub fn shutdown() -> Result<()> {
     if fork::is_child() {
         return Ok(());
     }
-    let slots: Vec<&Slot> = Slot::all().collect();
+    let slots: Vec<&'static Slot> = Slot::all().collect();
     let failures: Vec<String> = match slots.as_slice() {
         [one] => end(one),
         // Ranks of one process wait for each other, so each device gets a thread.
-        many => std::thread::scope(|scope| {
-            let threads: Vec<_> = many
-                .iter()
-                .map(|slot| thread::spawn_scoped("nvte_ep_end", scope, move || end(slot)).map_err(|_| end(slot)))
-                .collect();
+        many => {
+            let start = |slot: &'static Slot| thread::spawn(c"nvte_ep_end", move || end(slot)).map_err(|_| end(slot));
+            let threads: Vec<_> = many.iter().map(|slot| start(slot)).collect();
             let joined = threads.into_iter().flat_map(|thread| match thread {
-                Ok(thread) => thread.join().unwrap_or_else(|_| vec!["a panic during tear-down".into()]),
+                Ok(thread) => thread.join().unwrap_or_else(|| vec!["a panic during tear-down".into()]),
                 // No thread could be started, so this one was ended at once, on this thread.
                 Err(failures) => failures,
             });
             joined.collect()
-        }),
+        }
     };
     outcome(failures)
 }

@@ -9,14 +9,14 @@ use super::in_flight::{self, Place, Turn};
 use crate::error::{Error, Result};
 use crate::log::report;
 use crate::progress::{Call, Progress, Step};
+use crate::sys::Base;
 use crate::sys::cuda::{Stream, StreamState};
-use crate::sys::{Base, thread};
+use crate::sys::thread::{self, Mailbox, Thread};
 use nvte_ep_bindings as b;
 use parking_lot::{Condvar, Mutex};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, OnceLock};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Calls in flight that are watched: with more, the oldest and the newest.
@@ -76,7 +76,7 @@ pub(super) struct Watched {
 pub(super) struct Watch {
     watched: Arc<Watched>,
     turn: Turn,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<Thread<()>>,
 }
 
 /// What a watch takes of the system and of the device. It is had before the ranks agree on a group: without it, a rank that
@@ -88,7 +88,7 @@ pub(super) struct Means {
     limit: Option<Duration>,
     places: Box<[Place<Events>]>,
     /// The thread, and how it gets what it watches; none where nothing is watched.
-    thread: Option<(Sender<Arc<Watched>>, JoinHandle<()>)>,
+    thread: Option<(Assignment, Thread<()>)>,
 }
 
 impl Means {
@@ -121,7 +121,7 @@ impl Means {
             stop: Condvar::new(),
         });
         let thread = self.thread.take().map(|(sender, thread)| {
-            sender.send(Arc::clone(&watched)).expect("the thread waits for it");
+            sender.put(Some(Arc::clone(&watched)));
             thread
         });
         Watch { watched, turn: Turn::default(), thread }
@@ -132,20 +132,25 @@ impl Drop for Means {
     fn drop(&mut self) {
         if let Some((sender, thread)) = self.thread.take() {
             // The thread waits for a group to watch, and ends where there will be none.
-            drop(sender);
+            sender.put(None);
             let _ = thread.join();
         }
         destroy(self.base, &self.places);
     }
 }
 
-fn start_thread(base: &'static Base, device: i32) -> Result<(Sender<Arc<Watched>>, JoinHandle<()>)> {
-    let (sender, receiver) = mpsc::channel::<Arc<Watched>>();
-    let (ready, started) = mpsc::channel();
-    let thread = thread::spawn("nvte_ep_watch", move || {
+/// What the thread is to watch; none where there will be no group.
+type Assignment = Arc<Mailbox<Option<Arc<Watched>>>>;
+
+fn start_thread(base: &'static Base, device: i32) -> Result<(Assignment, Thread<()>)> {
+    let (assignment, ready): (Assignment, _) = (Mailbox::new(), Mailbox::new());
+    let (of_thread, started) = (Arc::clone(&assignment), Arc::clone(&ready));
+    let thread = thread::spawn(c"nvte_ep_watch", move || {
         let cuda = &base.cuda;
-        let _ = ready.send(cuda.set_current_device(device).and_then(|()| cuda.ignore_captures()));
-        if let Ok(watched) = receiver.recv() {
+        let prepare = || cuda.set_current_device(device).and_then(|()| cuda.ignore_captures());
+        let panicked = |_| Err(Error::Internal("the watching thread panicked".into()));
+        ready.put(catch_unwind(AssertUnwindSafe(prepare)).unwrap_or_else(panicked));
+        if let Some(watched) = of_thread.take() {
             watched.run();
         }
     });
@@ -156,8 +161,11 @@ fn start_thread(base: &'static Base, device: i32) -> Result<(Sender<Arc<Watched>
                  it (NVTE_EP_TIMEOUT_MS=0): a rank that is missing is then waited for without an end"
                 .into(),
     })?;
-    started.recv().map_err(|_| Error::Internal("the watching thread panicked".into()))??;
-    Ok((sender, thread))
+    let ready = started.take();
+    if ready.is_err() {
+        assignment.put(None);
+    }
+    ready.map(|()| (assignment, thread))
 }
 
 fn destroy(base: &Base, places: &[Place<Events>]) {
@@ -227,7 +235,7 @@ impl Watch {
         *watched.stopped.lock() = true;
         watched.stop.notify_all();
         // It panics nowhere; if it did, there is nothing to add.
-        let _ = thread.map(JoinHandle::join);
+        let _ = thread.map(Thread::join);
         destroy(watched.base, &watched.places);
     }
 }

@@ -12,20 +12,34 @@ unsafe extern "C" {
 
 unsafe extern "C-unwind" {
     fn nvte_ep_shim_error_throw(error: *mut c_void) -> !;
+    fn nvte_ep_shim_error_throw_text(text: *const c_char, length: usize) -> !;
 }
 
 /// Runs the body of the exported function `name`. An error, or a panic, leaves as a `std::runtime_error` whose text is
 /// `name: error`. The exception starts in C++ with nothing of Rust's left to destroy, so the calling function has to be
 /// `extern "C-unwind"` and own nothing with a destructor.
 pub fn guard<R>(name: &'static str, body: impl FnOnce() -> Result<R>) -> R {
-    let exception = match attempt(name, body) {
-        Ok(value) => return value,
-        Err((_, text)) => {
-            // SAFETY: the shim copies the text, which is dropped here.
-            unsafe { nvte_ep_shim_error_new(text.as_ptr().cast(), text.len()) }
-        }
-    };
-    // SAFETY: made just now, and thrown once; all of Rust's values above are gone.
+    match attempt(name, body) {
+        Ok(value) => value,
+        Err((_, text)) => throw(text),
+    }
+}
+
+/// Throws the text, after it is dropped here.
+#[cold]
+fn throw(text: String) -> ! {
+    // What of it there is room for where there is no memory for an exception that has all of it.
+    let mut start = [0; 1024];
+    let length = (0..=start.len().min(text.len())).rfind(|length| text.is_char_boundary(*length)).unwrap_or(0);
+    start[..length].copy_from_slice(&text.as_bytes()[..length]);
+    // SAFETY: the shim copies the text.
+    let exception = unsafe { nvte_ep_shim_error_new(text.as_ptr().cast(), text.len()) };
+    drop(text);
+    if exception.is_null() {
+        // SAFETY: the bytes are this frame's, and the shim copies them before it throws; nothing of Rust's is left to destroy.
+        unsafe { nvte_ep_shim_error_throw_text(start.as_ptr().cast(), length) }
+    }
+    // SAFETY: made just now, and thrown once; nothing of Rust's is left to destroy.
     unsafe { nvte_ep_shim_error_throw(exception) }
 }
 
@@ -36,6 +50,7 @@ pub(super) fn attempt<R>(
 ) -> std::result::Result<R, (NVTEEpStatus, String)> {
     match catch_unwind(AssertUnwindSafe(|| {
         let _call = tracing::trace_span!(target: "nvte_ep", "call", name).entered();
+        crate::reserve::require(name)?;
         body()
     })) {
         Ok(Ok(value)) => Ok(value),

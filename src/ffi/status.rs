@@ -61,6 +61,7 @@ impl From<&Error> for NVTEEpStatus {
             Error::Disagreement(_) => NVTE_EP_PEER,
             Error::TimeOut { .. } => NVTE_EP_TIME_OUT,
             Error::Library { call, code: CUDA_OUT_OF_MEMORY, .. } if call.starts_with("cu") => NVTE_EP_OUT_OF_MEMORY,
+            Error::OutOfMemory { .. } => NVTE_EP_OUT_OF_MEMORY,
             Error::Library { .. } | Error::Foreign { .. } | Error::Teardown(_) => NVTE_EP_LIBRARY,
             Error::Internal(_) => NVTE_EP_INTERNAL,
         }
@@ -163,6 +164,7 @@ mod tests {
             (late, NVTE_EP_TIME_OUT),
             (library("cuMemAlloc", 2), NVTE_EP_OUT_OF_MEMORY),
             (library("cuMemAlloc", 1), NVTE_EP_LIBRARY),
+            (Error::OutOfMemory { what: String::new(), bytes: 1 }, NVTE_EP_OUT_OF_MEMORY),
             (library("ncclEpDispatch", 2), NVTE_EP_LIBRARY),
         ] {
             assert_eq!(NVTEEpStatus::from(&error), status, "{error:?}");

@@ -45,6 +45,8 @@ mod ext;
 mod ext_exports;
 #[path = "../../abi/ext/src/twins.rs"]
 mod ext_twins;
+#[path = "../../abi/memory.rs"]
+mod memory;
 #[path = "../../abi/status.rs"]
 mod status;
 #[path = "../../abi/register_layer/src/surface.rs"]

@@ -28,6 +28,8 @@ mod ext;
 mod ext_exports;
 #[path = "../../ext/src/twins.rs"]
 mod ext_twins;
+#[path = "../../memory.rs"]
+mod memory;
 #[path = "../../status.rs"]
 mod status;
 #[path = "../../te/src/surface.rs"]

@@ -335,7 +335,18 @@ impl Store {
         Err(Error::argument("N", required, count).with_remedy("destroy tensors that are not used any more"))
     }
 
-    /// Puts an object where there is room, which the caller made sure of.
+    /// Memory for so many more objects, of which [`Self::require_room`] has seen that there may be so many. A store grows with
+    /// what the program makes, so this is not left to the reserve.
+    fn reserve(&mut self, count: usize) -> Result<()> {
+        let more = count.saturating_sub(self.free.len());
+        let bytes = (self.slots.len() + more) * size_of::<Slot>();
+        let no_memory = |_| Error::OutOfMemory { what: format!("{count} more tensors"), bytes };
+        self.slots.try_reserve(more).map_err(no_memory)?;
+        // Destroying puts a slot's number here, and must not fail.
+        self.free.try_reserve(self.slots.len() + more - self.free.len()).map_err(no_memory)
+    }
+
+    /// Puts an object where there is room and memory, which the caller made sure of.
     fn insert(&mut self, object: Object) -> NVTETensor {
         let index = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Slot { generation: 0, object: None });
@@ -364,13 +375,19 @@ pub(crate) fn create(scaling_mode: NVTEScalingMode, count: usize) -> Result<Vec<
     let tensor = Tensor::new(scaling_mode)?;
     let mut store = STORE.write();
     store.require_room(count)?;
-    Ok((0..count).map(|_| store.insert(Object::Tensor(tensor.clone()))).collect())
+    store.reserve(count)?;
+    let mut created = Vec::new();
+    let no_memory = |_| Error::OutOfMemory { what: format!("{count} tensors"), bytes: count * size_of::<NVTETensor>() };
+    created.try_reserve_exact(count).map_err(no_memory)?;
+    created.extend((0..count).map(|_| store.insert(Object::Tensor(tensor.clone()))));
+    Ok(created)
 }
 
 /// One new object.
 pub(crate) fn create_object(object: Object) -> Result<NVTETensor> {
     let mut store = STORE.write();
     store.require_room(1)?;
+    store.reserve(1)?;
     Ok(store.insert(object))
 }
 
@@ -380,6 +397,9 @@ pub(crate) fn destroy(tensors: &[NVTETensor]) -> Result<()> {
     let mut store = STORE.write();
     let live = || tensors.iter().copied().filter(|tensor| !tensor.is_null());
     let mut seen = std::collections::HashSet::new();
+    let bytes = size_of_val(tensors);
+    let no_memory = |_| Error::OutOfMemory { what: format!("{} tensors at once", tensors.len()), bytes };
+    seen.try_reserve(if tensors.len() > 1 { tensors.len() } else { 0 }).map_err(no_memory)?;
     for tensor in live() {
         store.index::<Tensor>(tensor)?;
         if tensors.len() > 1 && !seen.insert(tensor) {

@@ -229,7 +229,8 @@ impl<H> Handles<H> {
 
     /// The prepare of `memory` is captured: nothing has happened yet.
     pub(in crate::backend) fn captured(&mut self, memory: u64, captured: Captured) {
-        if self.graphs.len() < MOST_OF_GRAPHS || self.graphs.contains_key(&memory) {
+        let has_room = self.graphs.len() < MOST_OF_GRAPHS && self.graphs.try_reserve(1).is_ok();
+        if has_room || self.graphs.contains_key(&memory) {
             self.graphs.insert(memory, Some(captured));
         } else {
             self.any_by_graph = true;
