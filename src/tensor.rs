@@ -348,6 +348,14 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn a_part_of_a_byte_tensor_is_where_it_was() {
+        let part = view("handle.mem", DType::Byte, &[4096]).bytes(256, 1024);
+        assert_eq!((part.data, part.shape.numel(), part.byte_len()), (0x1100, Some(1024), 1024));
+        let last = view("handle.mem", DType::Byte, &[4096]).bytes(3072, 1024);
+        assert_eq!((last.data, last.byte_len()), (0x1C00, 1024));
+    }
+
+    #[test]
     fn texts_name_argument_rule_and_finding() {
         let recv = view("recv_tokens", DType::Float16, &[4096]);
         assert_eq!(

@@ -360,6 +360,20 @@ fn zero_copy_takes_windows() {
 }
 
 #[test]
+fn scales_go_where_their_rows_go() {
+    let mut call = mxfp8_dispatch();
+    (call.recv_tokens.window, call.recv_tokens.data) = (Window::new(9, 4096), 0);
+    let text = |group: GroupConfig| call.checked(&group, &layer(), PREPARED).unwrap_err().to_string();
+    assert_eq!(
+        text(group()),
+        "recv_tokens.rowwise_scale_inv must lie in memory of nvte_ep_ext_symm_alloc or nvte_ep_ext_window_register exactly if \
+         the rows have a window, got address 0x2000"
+    );
+    let te = GroupConfig { dialect: Dialect::TE, ..group() };
+    assert!(text(te).ends_with(" must be a window exactly if the rows have one, got NULL"), "{}", text(te));
+}
+
+#[test]
 fn mxfp8_rules() {
     refused(
         mxfp8_dispatch,
