@@ -11,8 +11,6 @@ use common::*;
 use nvte_ep_bindings::*;
 use nvte_ep_host::channel::PIECE_BYTES;
 
-const STALE: i64 = -99;
-
 /// What a rank receives: (source rank, source token), those beyond the capacity included.
 fn arriving(case: &Case, rank: usize) -> Vec<(usize, usize)> {
     survivors(&Case { capacity: usize::MAX, ..case.clone() }, rank)
@@ -90,39 +88,13 @@ impl Flat<'_> {
 
     fn dispatch(&self, seed: u64, forward: bool) {
         let (case, rank) = (self.session.case, self.session.rank);
-        let (tokens, top_k, capacity) = (case.tokens(rank.rank), case.top_k, case.capacity);
-        let input = Buffer::of(&case.rows(seed + rank.rank as u64, tokens), rank.stream);
+        let (top_k, capacity) = (case.top_k, case.capacity);
         let stale = vec![0xA5u8; capacity * case.row_bytes()];
         let output = self.set_rows(&stale);
-        let own: Vec<f32> = (0..tokens * top_k).map(|i| weight(rank.rank, i)).collect();
-        let own = Buffer::of(&own, rank.stream);
-        let there = Buffer::of(&vec![-7f32; capacity * top_k], rank.stream);
-        let experts = Buffer::of(&vec![STALE; capacity * top_k], rank.stream);
-        let some = |buffer: *mut u8| if tokens == 0 { ptr::null_mut() } else { buffer.cast() };
-        let mut input_desc = Desc::new(some(input.pointer), case.datatype, &[tokens, case.hidden]);
-        let mut output_desc = self.rows_desc(&output);
-        let mut own_desc = Desc::new(some(own.pointer.cast()), ncclFloat32, &[tokens, top_k]);
-        let mut there_desc = Desc::of(&there, ncclFloat32, &[capacity, top_k]);
-        let mut experts_desc = Desc::of(&experts, ncclInt64, &[capacity, top_k]);
-        let optional = |pointer: *mut ncclEpTensor_t| if forward { pointer } else { ptr::null_mut() };
-        let inputs =
-            ep_struct!(ncclEpDispatchInputs_t { tokens: input_desc.ptr(), topk_weights: optional(own_desc.ptr()) });
-        let outputs = ep_struct!(ncclEpDispatchOutputs_t {
-            tokens: output_desc.ptr(),
-            topk_weights: optional(there_desc.ptr()),
-            topk_idx: optional(experts_desc.ptr()),
-        });
         let kind = if self.global_ids { NCCL_EP_EXPERT_ID_GLOBAL } else { NCCL_EP_EXPERT_ID_AUTO };
-        let info = ep_struct!(ncclEpLayoutInfo_t { recv_topk_idx_kind: kind });
-        let config = ep_struct!(ncclEpDispatchConfig_t {
-            pass_direction: if forward { NCCL_EP_FWD_PASS } else { NCCL_EP_BWD_PASS },
-        });
-        let (handle, stream) = (self.handle.handle, rank.stream);
-        // SAFETY: all pointers are ours and valid.
-        nccl_ok(unsafe {
-            ncclEpDispatch(handle, &raw const inputs, &raw const outputs, &raw const info, &raw const config, stream)
-        });
-        let (mut rows, mut weights, mut ids) = (stale, vec![-7f32; capacity * top_k], vec![STALE; capacity * top_k]);
+        let (there, experts) = self.session.send(&self.handle, seed, forward, &mut self.rows_desc(&output), Some(kind));
+        let (mut rows, mut weights, mut ids) =
+            (stale, vec![STALE_WEIGHT; capacity * top_k], vec![STALE_EXPERT; capacity * top_k]);
         let sources: Vec<Vec<u8>> = (0..case.ranks).map(|r| case.rows(seed + r as u64, case.tokens(r))).collect();
         let base = if self.global_ids { 0 } else { (rank.rank * case.local()) as i64 };
         for (row, (source, token)) in survivors(case, rank.rank).into_iter().enumerate() {
@@ -134,47 +106,22 @@ impl Flat<'_> {
             weights[row * top_k..][..top_k].fill(0.0);
             ids[row * top_k..][..top_k].fill(-1);
             for (k, expert) in experts_on(case, rank.rank, (source, token)).into_iter().enumerate() {
-                // Of duplicates the last one counts.
-                let positions = token * top_k..(token + 1) * top_k;
-                let last = positions.rev().find(|p| case.topk[source][*p] == expert).unwrap();
-                weights[row * top_k + k] = weight(source, last);
+                weights[row * top_k + k] = last_weight(case, source, token, expert);
                 ids[row * top_k + k] = expert - base;
             }
         }
         assert_eq!(self.get_rows(&output), rows, "received rows of rank {}", rank.rank);
-        assert_eq!(there.get(), weights, "received weights of rank {}", rank.rank);
-        assert_eq!(experts.get(), ids, "received experts of rank {}", rank.rank);
+        assert_eq!(there, weights, "received weights of rank {}", rank.rank);
+        assert_eq!(experts, ids, "received experts of rank {}", rank.rank);
     }
 
     fn combine(&self, seed: u64, forward: bool) {
         let (case, rank) = (self.session.case, self.session.rank);
         let (tokens, top_k, capacity) = (case.tokens(rank.rank), case.top_k, case.capacity);
         let filled = |r: usize| case.rows(seed + r as u64, capacity);
-        let gradient = |r: usize, index: usize| noise(1000 + r as u64, index as u64);
         let input = self.set_rows(&filled(rank.rank));
-        let output = Buffer::<u8>::new(tokens * case.row_bytes(), rank.stream);
-        let by_row: Vec<f32> = (0..capacity * top_k).map(|index| gradient(rank.rank, index)).collect();
-        let by_row = Buffer::of(&by_row, rank.stream);
-        let by_token = Buffer::<f32>::new(tokens * top_k, rank.stream);
-        let some = |buffer: *mut u8| if tokens == 0 { ptr::null_mut() } else { buffer.cast() };
-        let mut input_desc = self.rows_desc(&input);
-        let mut output_desc = Desc::new(some(output.pointer), case.datatype, &[tokens, case.hidden]);
-        let mut by_row_desc = Desc::of(&by_row, ncclFloat32, &[capacity, top_k]);
-        let mut by_token_desc = Desc::new(some(by_token.pointer.cast()), ncclFloat32, &[tokens, top_k]);
-        let optional = |pointer: *mut ncclEpTensor_t| if forward { ptr::null_mut() } else { pointer };
-        let inputs =
-            ep_struct!(ncclEpCombineInputs_t { tokens: input_desc.ptr(), topk_weights: optional(by_row_desc.ptr()) });
-        let outputs = ep_struct!(ncclEpCombineOutputs_t {
-            tokens: output_desc.ptr(),
-            topk_weights: optional(by_token_desc.ptr()),
-        });
-        let config = ep_struct!(ncclEpCombineConfig_t {
-            pass_direction: if forward { NCCL_EP_FWD_PASS } else { NCCL_EP_BWD_PASS },
-        });
-        let (handle, stream) = (self.handle.handle, rank.stream);
-        // SAFETY: all pointers are ours and valid.
-        nccl_ok(unsafe { ncclEpCombine(handle, &raw const inputs, &raw const outputs, &raw const config, stream) });
-
+        let (output, by_token) =
+            self.session.sum(&self.handle, forward, &mut self.rows_desc(&input), &[capacity, top_k]);
         // A token's row on each rank that kept it.
         let kept: Vec<_> = (0..case.ranks).map(|r| survivors(case, r)).collect();
         let rows_of = |token: usize| -> Vec<Option<usize>> {
@@ -203,9 +150,9 @@ impl Flat<'_> {
                 }));
             }
         }
-        assert_eq!(output.get(), sums, "combined rows of rank {}", rank.rank);
+        assert_eq!(output, sums, "combined rows of rank {}", rank.rank);
         if !forward {
-            assert_eq!(by_token.get(), gradients, "weight gradients of rank {}", rank.rank);
+            assert_eq!(by_token, gradients, "weight gradients of rank {}", rank.rank);
         }
     }
 }
@@ -216,17 +163,7 @@ fn check_flat(case: &Case, zero_copy: bool, global_ids: bool) {
 
 fn steps_of(case: &Case, steps: usize, zero_copy: bool, global_ids: bool) {
     run_ranks(case.ranks, |rank| {
-        let mut config = group_config(case.experts, case.max_tokens, case.capacity, case.row_bytes());
-        if case.drop {
-            config.overflow_policy = NCCL_EP_OVERFLOW_DROP;
-        }
-        if case.eager {
-            config.max_recv_tokens_per_rank = 0;
-        }
-        if zero_copy {
-            config.zero_copy = NCCL_EP_ZERO_COPY_ON;
-        }
-        let group = rank.create_group(&config).unwrap();
+        let group = group_of(case, rank, zero_copy);
         // In eager mode the receive buffers have just the rows that come.
         let capacity = if case.eager { arriving(case, rank.rank).len().max(1) } else { case.capacity };
         let case = Case { capacity, ..case.clone() };

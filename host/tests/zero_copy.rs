@@ -25,10 +25,7 @@ struct Zero<'a> {
 
 impl<'a> Zero<'a> {
     fn new(case: &'a Case, rank: &'a Rank) -> Self {
-        let mut config = group_config(case.experts, case.max_tokens, case.capacity, case.row_bytes());
-        config.zero_copy = NCCL_EP_ZERO_COPY_ON;
-        config.overflow_policy = if case.drop { NCCL_EP_OVERFLOW_DROP } else { 0 };
-        let group = rank.create_group(&config).unwrap();
+        let group = group_of(case, rank, true);
         let bytes = OFFSET + case.capacity * case.row_bytes();
         let with_data = rank.rank.is_multiple_of(2);
         Self {
@@ -52,43 +49,17 @@ impl<'a> Zero<'a> {
         self.rank.destroy_group(self.group);
     }
 
-    /// Slots below the capacity are the ones that are delivered.
-    fn live(&self, rank: usize) -> Vec<Option<Origin>> {
-        expected(self.case, rank).rows.into_iter().take(self.case.capacity).collect()
-    }
-
     fn dispatch(&self, handle: &TestHandle, seed: u64, forward: bool) {
         let (case, rank) = (self.case, self.rank);
-        let (tokens, row_bytes) = (case.tokens(rank.rank), case.row_bytes());
-        let input = Buffer::of(&case.rows(seed + rank.rank as u64, tokens), rank.stream);
+        let row_bytes = case.row_bytes();
         let stale = vec![0xA5u8; case.capacity * row_bytes];
         self.rows.set(0, &vec![0x5A; OFFSET]);
         self.rows.set(OFFSET, &stale);
-        let own: Vec<f32> = (0..tokens * case.top_k).map(|i| weight(rank.rank, i)).collect();
-        let own = Buffer::of(&own, rank.stream);
-        let there = Buffer::of(&vec![-7f32; case.capacity], rank.stream);
-        let mut input_desc = Desc::of(&input, case.datatype, &[tokens, case.hidden]);
         let mut output_desc = self.rows.desc(OFFSET, case.datatype, &[case.capacity, case.hidden], self.with_data);
-        let mut own_desc = Desc::of(&own, ncclFloat32, &[tokens, case.top_k]);
-        let mut there_desc = Desc::of(&there, ncclFloat32, &[case.capacity]);
-        let optional = |pointer: *mut ncclEpTensor_t| if forward { pointer } else { ptr::null_mut() };
-        let inputs =
-            ep_struct!(ncclEpDispatchInputs_t { tokens: input_desc.ptr(), topk_weights: optional(own_desc.ptr()) });
-        let outputs =
-            ep_struct!(ncclEpDispatchOutputs_t { tokens: output_desc.ptr(), topk_weights: optional(there_desc.ptr()) });
-        let config = ep_struct!(ncclEpDispatchConfig_t {
-            pass_direction: if forward { NCCL_EP_FWD_PASS } else { NCCL_EP_BWD_PASS },
-        });
-        let (inputs, outputs, config) = (&raw const inputs, &raw const outputs, &raw const config);
-        // SAFETY: all pointers are ours and valid.
-        nccl_ok(unsafe { ncclEpDispatch(handle.handle, inputs, outputs, ptr::null(), config, rank.stream) });
-
+        let (there, _) = self.session().send(handle, seed, forward, &mut output_desc, None);
         let mut rows = stale;
-        let mut weights = vec![-7f32; case.capacity];
-        if forward {
-            weights.fill(0.0);
-        }
-        for (slot, origin) in self.live(rank.rank).into_iter().enumerate() {
+        let mut weights = vec![if forward { 0.0 } else { STALE_WEIGHT }; case.capacity];
+        for (slot, origin) in live(case, rank.rank).into_iter().enumerate() {
             let row = &mut rows[slot * row_bytes..][..row_bytes];
             let Some(origin) = origin else {
                 row.fill(0);
@@ -97,35 +68,20 @@ impl<'a> Zero<'a> {
             let sent = case.rows(seed + origin.rank as u64, case.tokens(origin.rank));
             row.copy_from_slice(&sent[origin.token * row_bytes..][..row_bytes]);
             if forward {
-                let positions = origin.token * case.top_k..(origin.token + 1) * case.top_k;
-                let last = positions.rev().find(|p| case.topk[origin.rank][*p] == origin.expert as i64).unwrap();
-                weights[slot] = weight(origin.rank, last);
+                weights[slot] = last_weight(case, origin.rank, origin.token, origin.expert as i64);
             }
         }
         assert_eq!(self.rows.get(OFFSET, rows.len()), rows, "received rows of rank {}", rank.rank);
         assert_eq!(self.rows.get(0, OFFSET), [0x5A; OFFSET], "before the tensor");
-        assert_eq!(there.get(), weights, "received weights of rank {}", rank.rank);
-    }
-
-    /// Expert outputs of a rank; what is no live row holds NaN.
-    fn outputs_of(&self, rank: usize, seed: u64) -> Vec<u8> {
-        let case = self.case;
-        let mut rows = case.rows(seed + rank as u64, case.capacity);
-        let live = self.live(rank);
-        for slot in (0..case.capacity).filter(|slot| live.get(*slot).is_none_or(Option::is_none)) {
-            for element in rows[slot * case.row_bytes()..][..case.row_bytes()].chunks_mut(case.width()) {
-                element.copy_from_slice(&case.encode(f32::NAN));
-            }
-        }
-        rows
+        assert_eq!(there, weights, "received weights of rank {}", rank.rank);
     }
 
     /// What combine leaves of a rank's expert outputs: the sum of a token's rows in its first one.
     fn outputs_after(&self, rank: usize, seed: u64) -> Vec<u8> {
         let case = self.case;
-        let before = self.outputs_of(rank, seed);
+        let before = expert_rows(case, rank, seed);
         let mut after = before.clone();
-        let live = self.live(rank);
+        let live = live(case, rank);
         for (first, origin) in live.iter().enumerate() {
             let Some(origin) = origin else { continue };
             let same = |o: &Option<Origin>| o.is_some_and(|o| (o.rank, o.token) == (origin.rank, origin.token));
@@ -145,36 +101,16 @@ impl<'a> Zero<'a> {
     fn combine(&self, handle: &TestHandle, seed: u64, forward: bool) {
         let (case, rank) = (self.case, self.rank);
         let tokens = case.tokens(rank.rank);
-        self.outputs.set(OFFSET, &self.outputs_of(rank.rank, seed));
-        let output = Buffer::<u8>::new(tokens * case.row_bytes(), rank.stream);
-        let gradient = |r: usize, slot: usize| noise(1000 + r as u64, slot as u64);
-        let by_row: Vec<f32> = (0..case.capacity).map(|slot| gradient(rank.rank, slot)).collect();
-        let by_row = Buffer::of(&by_row, rank.stream);
-        let by_token = Buffer::<f32>::new(tokens * case.top_k, rank.stream);
+        self.outputs.set(OFFSET, &expert_rows(case, rank.rank, seed));
         let mut input_desc = self.outputs.desc(OFFSET, case.datatype, &[case.capacity, case.hidden], self.with_data);
-        let mut output_desc = Desc::of(&output, case.datatype, &[tokens, case.hidden]);
-        let mut by_row_desc = Desc::of(&by_row, ncclFloat32, &[case.capacity]);
-        let mut by_token_desc = Desc::of(&by_token, ncclFloat32, &[tokens, case.top_k]);
-        let optional = |pointer: *mut ncclEpTensor_t| if forward { ptr::null_mut() } else { pointer };
-        let inputs =
-            ep_struct!(ncclEpCombineInputs_t { tokens: input_desc.ptr(), topk_weights: optional(by_row_desc.ptr()) });
-        let outputs = ep_struct!(ncclEpCombineOutputs_t {
-            tokens: output_desc.ptr(),
-            topk_weights: optional(by_token_desc.ptr()),
-        });
-        let config = ep_struct!(ncclEpCombineConfig_t {
-            pass_direction: if forward { NCCL_EP_FWD_PASS } else { NCCL_EP_BWD_PASS },
-        });
-        let (inputs, outputs, config) = (&raw const inputs, &raw const outputs, &raw const config);
-        // SAFETY: all pointers are ours and valid.
-        nccl_ok(unsafe { ncclEpCombine(handle.handle, inputs, outputs, config, rank.stream) });
+        let (sums, by_token) = self.session().sum(handle, forward, &mut input_desc, &[case.capacity]);
         // What the peers still had to read when this was enqueued must not be hit by it.
         let after = self.outputs.get(OFFSET, case.capacity * case.row_bytes());
         self.outputs.set(OFFSET, &vec![0xFF; after.len()]);
         assert_eq!(after, self.outputs_after(rank.rank, seed), "expert outputs of rank {}", rank.rank);
 
-        let maps: Vec<Vec<Option<Origin>>> = (0..case.ranks).map(|r| self.live(r)).collect();
-        let all: Vec<Vec<u8>> = (0..case.ranks).map(|r| self.outputs_of(r, seed)).collect();
+        let maps: Vec<Vec<Option<Origin>>> = (0..case.ranks).map(|r| live(case, r)).collect();
+        let all: Vec<Vec<u8>> = (0..case.ranks).map(|r| expert_rows(case, r, seed)).collect();
         let mut combined = Vec::new();
         for token in 0..tokens {
             for column in 0..case.hidden {
@@ -193,21 +129,9 @@ impl<'a> Zero<'a> {
                 combined.extend(case.encode(total));
             }
         }
-        assert_eq!(output.get(), combined, "combined rows of rank {}", rank.rank);
+        assert_eq!(sums, combined, "combined rows of rank {}", rank.rank);
         if !forward {
-            let gradients: Vec<f32> = (0..tokens * case.top_k)
-                .map(|position| {
-                    let expert = case.topk[rank.rank][position];
-                    let owner = expert.max(0) as usize / case.local();
-                    let wanted = |o: &Option<Origin>| {
-                        o.is_some_and(|o| {
-                            (o.rank, o.token, o.expert as i64) == (rank.rank, position / case.top_k, expert)
-                        })
-                    };
-                    maps[owner].iter().position(wanted).map_or(0.0, |slot| gradient(owner, slot))
-                })
-                .collect();
-            assert_eq!(by_token.get(), gradients, "weight gradients of rank {}", rank.rank);
+            assert_eq!(by_token, weight_gradients(case, rank.rank), "weight gradients of rank {}", rank.rank);
         }
     }
 
@@ -368,7 +292,7 @@ fn a_graph_goes_through_windows() {
             let received: Vec<Vec<u8>> = (0..2)
                 .map(|r| {
                     let mut rows = vec![0; bytes];
-                    for (slot, origin) in zero.live(r).into_iter().enumerate() {
+                    for (slot, origin) in live(&case, r).into_iter().enumerate() {
                         let origin = origin.unwrap();
                         let sent = case.rows(seed + origin.rank as u64, case.tokens(origin.rank));
                         let row = &sent[origin.token * case.row_bytes()..][..case.row_bytes()];

@@ -167,6 +167,11 @@ pub fn combined(case: &Case, rank: usize, inputs: &[Vec<u8>]) -> Vec<u8> {
     output
 }
 
+/// What received weights and experts are before a dispatch.
+pub const STALE_WEIGHT: f32 = -7.0;
+pub const STALE_EXPERT: i64 = -99;
+
+/// A rank of a group, for one case: calls that are compared with the reference.
 pub struct Session<'a> {
     pub case: &'a Case,
     pub rank: &'a Rank,
@@ -216,42 +221,81 @@ impl Session<'_> {
         assert_eq!(read(&total, 1), [map.rows.len() as i64]);
     }
 
+    /// Dispatches rows of `seed` into `rows`; gives the received weights. In the flat layout `ids` says which numbers experts have,
+    /// and the received experts come too.
+    pub fn send(
+        &self,
+        handle: &TestHandle,
+        seed: u64,
+        forward: bool,
+        rows: &mut Desc,
+        ids: Option<ncclEpExpertIdKind_t>,
+    ) -> (Vec<f32>, Vec<i64>) {
+        let (case, rank) = (self.case, self.rank);
+        let (tokens, top_k, capacity) = (case.tokens(rank.rank), case.top_k, case.capacity);
+        let shape = if ids.is_some() { vec![capacity, top_k] } else { vec![capacity] };
+        let input = Buffer::of(&case.rows(seed + rank.rank as u64, tokens), rank.stream);
+        let own: Vec<f32> = (0..tokens * top_k).map(|i| weight(rank.rank, i)).collect();
+        let own = Buffer::of(&own, rank.stream);
+        let there = Buffer::of(&vec![STALE_WEIGHT; shape.iter().product()], rank.stream);
+        let experts = Buffer::of(&vec![STALE_EXPERT; capacity * top_k], rank.stream);
+        let some = |buffer: *mut u8| if tokens == 0 { ptr::null_mut() } else { buffer.cast() };
+        let mut input_desc = Desc::new(some(input.pointer), case.datatype, &[tokens, case.hidden]);
+        let mut own_desc = Desc::new(some(own.pointer.cast()), ncclFloat32, &[tokens, top_k]);
+        let mut there_desc = Desc::of(&there, ncclFloat32, &shape);
+        let mut experts_desc = Desc::of(&experts, ncclInt64, &[capacity, top_k]);
+        let given = |pointer: *mut ncclEpTensor_t, is_given: bool| if is_given { pointer } else { ptr::null_mut() };
+        let inputs = ep_struct!(ncclEpDispatchInputs_t {
+            tokens: input_desc.ptr(),
+            topk_weights: given(own_desc.ptr(), forward)
+        });
+        let outputs = ep_struct!(ncclEpDispatchOutputs_t {
+            tokens: rows.ptr(),
+            topk_weights: given(there_desc.ptr(), forward),
+            topk_idx: given(experts_desc.ptr(), forward && ids.is_some()),
+        });
+        let info = ids.map(|kind| ep_struct!(ncclEpLayoutInfo_t { recv_topk_idx_kind: kind }));
+        let info = info.as_ref().map_or(ptr::null(), ptr::from_ref);
+        let config = ep_struct!(ncclEpDispatchConfig_t { pass_direction: direction(forward) });
+        let (inputs, outputs, config) = (&raw const inputs, &raw const outputs, &raw const config);
+        // SAFETY: all pointers are ours and valid.
+        nccl_ok(unsafe { ncclEpDispatch(handle.handle, inputs, outputs, info, config, rank.stream) });
+        (there.get(), experts.get())
+    }
+
+    /// Combines `rows`, of which each has `weights` weights; gives the sums of the own tokens and the weights' gradients.
+    pub fn sum(&self, handle: &TestHandle, forward: bool, rows: &mut Desc, weights: &[usize]) -> (Vec<u8>, Vec<f32>) {
+        let (case, rank) = (self.case, self.rank);
+        let tokens = case.tokens(rank.rank);
+        let output = Buffer::<u8>::new(tokens * case.row_bytes(), rank.stream);
+        let by_row: Vec<f32> = (0..weights.iter().product()).map(|index| gradient(rank.rank, index)).collect();
+        let by_row = Buffer::of(&by_row, rank.stream);
+        let by_token = Buffer::<f32>::new(tokens * case.top_k, rank.stream);
+        let some = |buffer: *mut u8| if tokens == 0 { ptr::null_mut() } else { buffer.cast() };
+        let mut output_desc = Desc::new(some(output.pointer), case.datatype, &[tokens, case.hidden]);
+        let mut by_row_desc = Desc::of(&by_row, ncclFloat32, weights);
+        let mut by_token_desc = Desc::new(some(by_token.pointer.cast()), ncclFloat32, &[tokens, case.top_k]);
+        let given = |pointer: *mut ncclEpTensor_t| if forward { ptr::null_mut() } else { pointer };
+        let inputs = ep_struct!(ncclEpCombineInputs_t { tokens: rows.ptr(), topk_weights: given(by_row_desc.ptr()) });
+        let outputs =
+            ep_struct!(ncclEpCombineOutputs_t { tokens: output_desc.ptr(), topk_weights: given(by_token_desc.ptr()) });
+        let config = ep_struct!(ncclEpCombineConfig_t { pass_direction: direction(forward) });
+        let (inputs, outputs, config) = (&raw const inputs, &raw const outputs, &raw const config);
+        // SAFETY: all pointers are ours and valid.
+        nccl_ok(unsafe { ncclEpCombine(handle.handle, inputs, outputs, config, rank.stream) });
+        (output.get(), by_token.get())
+    }
+
     /// Dispatches rows of `seed` and compares the whole receive buffer.
     pub fn dispatch(&self, handle: &TestHandle, seed: u64, forward: bool) {
         let (case, rank) = (self.case, self.rank);
-        let tokens = case.tokens(rank.rank);
-        let input = Buffer::of(&case.rows(seed + rank.rank as u64, tokens), rank.stream);
         let stale = vec![0xA5u8; case.capacity * case.row_bytes()];
         let output = Buffer::of(&stale, rank.stream);
-        let own: Vec<f32> = (0..tokens * case.top_k).map(|i| weight(rank.rank, i)).collect();
-        let own = Buffer::of(&own, rank.stream);
-        let there = Buffer::of(&vec![-7f32; case.capacity], rank.stream);
-        let some = |buffer: *mut u8| if tokens == 0 { ptr::null_mut() } else { buffer.cast() };
-        let mut input_desc = Desc::new(some(input.pointer), case.datatype, &[tokens, case.hidden]);
         let mut output_desc = Desc::of(&output, case.datatype, &[case.capacity, case.hidden]);
-        let mut own_desc = Desc::new(some(own.pointer.cast()), ncclFloat32, &[tokens, case.top_k]);
-        let mut there_desc = Desc::of(&there, ncclFloat32, &[case.capacity]);
-        let optional = |pointer: *mut ncclEpTensor_t| if forward { pointer } else { ptr::null_mut() };
-        let inputs =
-            ep_struct!(ncclEpDispatchInputs_t { tokens: input_desc.ptr(), topk_weights: optional(own_desc.ptr()) });
-        let outputs =
-            ep_struct!(ncclEpDispatchOutputs_t { tokens: output_desc.ptr(), topk_weights: optional(there_desc.ptr()) });
-        let direction = if forward { NCCL_EP_FWD_PASS } else { NCCL_EP_BWD_PASS };
-        let config = ep_struct!(ncclEpDispatchConfig_t { pass_direction: direction });
-        // SAFETY: all pointers are ours and valid.
-        nccl_ok(unsafe {
-            ncclEpDispatch(
-                handle.handle,
-                &raw const inputs,
-                &raw const outputs,
-                ptr::null(),
-                &raw const config,
-                rank.stream,
-            )
-        });
+        let (there, _) = self.send(handle, seed, forward, &mut output_desc, None);
         let sources: Vec<Vec<u8>> = (0..case.ranks).map(|r| case.rows(seed + r as u64, case.tokens(r))).collect();
         let mut rows = stale;
-        let mut weights = vec![-7f32; case.capacity];
+        let mut weights = vec![STALE_WEIGHT; case.capacity];
         let map = expected(case, rank.rank);
         let written = if case.drop { case.capacity } else { map.rows.len() };
         rows[..written * case.row_bytes()].fill(0);
@@ -264,73 +308,71 @@ impl Session<'_> {
             let row = &sources[origin.rank][origin.token * case.row_bytes()..][..case.row_bytes()];
             rows[slot * case.row_bytes()..][..case.row_bytes()].copy_from_slice(row);
             if forward {
-                let positions = origin.token * case.top_k..(origin.token + 1) * case.top_k;
-                // Of duplicates the last one counts.
-                let last = positions.rev().find(|p| case.topk[origin.rank][*p] == origin.expert as i64).unwrap();
-                weights[slot] = weight(origin.rank, last);
+                weights[slot] = last_weight(case, origin.rank, origin.token, origin.expert as i64);
             }
         }
         assert_eq!(output.get(), rows, "received rows of rank {}", rank.rank);
-        assert_eq!(there.get(), weights, "received weights of rank {}", rank.rank);
+        assert_eq!(there, weights, "received weights of rank {}", rank.rank);
     }
 
     pub fn combine(&self, handle: &TestHandle, seed: u64, forward: bool) {
         let (case, rank) = (self.case, self.rank);
-        let tokens = case.tokens(rank.rank);
-        // Padding and stale rows hold NaN: reading one shows.
-        let filled = |r: usize| {
-            let mut rows = case.rows(seed + r as u64, case.capacity);
-            let map = expected(case, r);
-            for slot in (0..case.capacity).filter(|slot| map.rows.get(*slot).is_none_or(Option::is_none)) {
-                for element in rows[slot * case.row_bytes()..][..case.row_bytes()].chunks_mut(case.width()) {
-                    element.copy_from_slice(&case.encode(f32::NAN));
-                }
-            }
-            rows
-        };
-        let input = Buffer::of(&filled(rank.rank), rank.stream);
-        let output = Buffer::<u8>::new(tokens * case.row_bytes(), rank.stream);
-        let gradient = |r: usize, slot: usize| noise(1000 + r as u64, slot as u64);
-        let by_row: Vec<f32> = (0..case.capacity).map(|slot| gradient(rank.rank, slot)).collect();
-        let by_row = Buffer::of(&by_row, rank.stream);
-        let by_token = Buffer::<f32>::new(tokens * case.top_k, rank.stream);
-        let some = |buffer: *mut u8| if tokens == 0 { ptr::null_mut() } else { buffer.cast() };
+        let input = Buffer::of(&expert_rows(case, rank.rank, seed), rank.stream);
         let mut input_desc = Desc::of(&input, case.datatype, &[case.capacity, case.hidden]);
-        let mut output_desc = Desc::new(some(output.pointer), case.datatype, &[tokens, case.hidden]);
-        let mut by_row_desc = Desc::of(&by_row, ncclFloat32, &[case.capacity]);
-        let mut by_token_desc = Desc::new(some(by_token.pointer.cast()), ncclFloat32, &[tokens, case.top_k]);
-        let optional = |pointer: *mut ncclEpTensor_t| if forward { ptr::null_mut() } else { pointer };
-        let inputs =
-            ep_struct!(ncclEpCombineInputs_t { tokens: input_desc.ptr(), topk_weights: optional(by_row_desc.ptr()) });
-        let outputs = ep_struct!(ncclEpCombineOutputs_t {
-            tokens: output_desc.ptr(),
-            topk_weights: optional(by_token_desc.ptr()),
-        });
-        let direction = if forward { NCCL_EP_FWD_PASS } else { NCCL_EP_BWD_PASS };
-        let config = ep_struct!(ncclEpCombineConfig_t { pass_direction: direction });
-        // SAFETY: all pointers are ours and valid.
-        nccl_ok(unsafe {
-            ncclEpCombine(handle.handle, &raw const inputs, &raw const outputs, &raw const config, rank.stream)
-        });
-        let sources: Vec<Vec<u8>> = (0..case.ranks).map(filled).collect();
-        assert_eq!(output.get(), combined(case, rank.rank, &sources), "combined rows of rank {}", rank.rank);
+        let (sums, by_token) = self.sum(handle, forward, &mut input_desc, &[case.capacity]);
+        let sources: Vec<Vec<u8>> = (0..case.ranks).map(|r| expert_rows(case, r, seed)).collect();
+        assert_eq!(sums, combined(case, rank.rank, &sources), "combined rows of rank {}", rank.rank);
         if !forward {
-            let maps: Vec<Expected> = (0..case.ranks).map(|r| expected(case, r)).collect();
-            let gradients: Vec<f32> = (0..tokens * case.top_k)
-                .map(|position| {
-                    let expert = case.topk[rank.rank][position];
-                    if expert < 0 {
-                        return 0.0;
-                    }
-                    let owner = expert as usize / case.local();
-                    let origin = Origin { rank: rank.rank, token: position / case.top_k, expert: expert as usize };
-                    let slot = maps[owner].rows.iter().position(|o| *o == Some(origin)).unwrap();
-                    gradient(owner, slot)
-                })
-                .collect();
-            assert_eq!(by_token.get(), gradients, "weight gradients of rank {}", rank.rank);
+            assert_eq!(by_token, weight_gradients(case, rank.rank), "weight gradients of rank {}", rank.rank);
         }
     }
+}
+
+fn direction(forward: bool) -> ncclEpPassDir_t {
+    if forward { NCCL_EP_FWD_PASS } else { NCCL_EP_BWD_PASS }
+}
+
+/// The gradient that a rank gives for the weight with this index among its rows'.
+pub fn gradient(rank: usize, index: usize) -> f32 {
+    noise(1000 + rank as u64, index as u64)
+}
+
+/// The weight that a token gives an expert: of duplicates the last one counts.
+pub fn last_weight(case: &Case, rank: usize, token: usize, expert: i64) -> f32 {
+    let positions = token * case.top_k..(token + 1) * case.top_k;
+    weight(rank, positions.rev().find(|p| case.topk[rank][*p] == expert).unwrap())
+}
+
+/// The rows of a rank that are delivered: those below the capacity.
+pub fn live(case: &Case, rank: usize) -> Vec<Option<Origin>> {
+    expected(case, rank).rows.into_iter().take(case.capacity).collect()
+}
+
+/// Expert outputs of a rank. Padding and stale rows hold NaN: reading one shows.
+pub fn expert_rows(case: &Case, rank: usize, seed: u64) -> Vec<u8> {
+    let mut rows = case.rows(seed + rank as u64, case.capacity);
+    let live = live(case, rank);
+    for slot in (0..case.capacity).filter(|slot| live.get(*slot).is_none_or(Option::is_none)) {
+        for element in rows[slot * case.row_bytes()..][..case.row_bytes()].chunks_mut(case.width()) {
+            element.copy_from_slice(&case.encode(f32::NAN));
+        }
+    }
+    rows
+}
+
+/// The gradients of a rank's weights, from those that [`gradient`] gives for the rows.
+pub fn weight_gradients(case: &Case, rank: usize) -> Vec<f32> {
+    let maps: Vec<Vec<Option<Origin>>> = (0..case.ranks).map(|r| live(case, r)).collect();
+    (0..case.tokens(rank) * case.top_k)
+        .map(|position| {
+            let expert = case.topk[rank][position];
+            let owner = expert.max(0) as usize / case.local();
+            let is_it = |o: &Option<Origin>| {
+                o.is_some_and(|o| (o.rank, o.token, o.expert as i64) == (rank, position / case.top_k, expert))
+            };
+            maps[owner].iter().position(is_it).map_or(0.0, |slot| gradient(owner, slot))
+        })
+        .collect()
 }
 
 /// Tokens that a rank keeps: with DROP those among its first `capacity` distinct ones.
@@ -349,17 +391,25 @@ pub fn survivors(case: &Case, rank: usize) -> Vec<(usize, usize)> {
     kept
 }
 
+/// A group as the case asks for.
+pub fn group_of(case: &Case, rank: &Rank, zero_copy: bool) -> ncclEpGroup_t {
+    let mut config = group_config(case.experts, case.max_tokens, case.capacity, case.row_bytes());
+    if case.eager {
+        config.max_recv_tokens_per_rank = 0;
+        config.num_topk = case.top_k as u32;
+    }
+    if case.drop {
+        config.overflow_policy = NCCL_EP_OVERFLOW_DROP;
+    }
+    if zero_copy {
+        config.zero_copy = NCCL_EP_ZERO_COPY_ON;
+    }
+    rank.create_group(&config).unwrap()
+}
+
 pub fn with_group(case: &Case, work: impl Fn(&Session) + Sync) {
     run_ranks(case.ranks, |rank| {
-        let mut config = group_config(case.experts, case.max_tokens, case.capacity, case.row_bytes());
-        if case.eager {
-            config.max_recv_tokens_per_rank = 0;
-            config.num_topk = case.top_k as u32;
-        }
-        if case.drop {
-            config.overflow_policy = NCCL_EP_OVERFLOW_DROP;
-        }
-        let group = rank.create_group(&config).unwrap();
+        let group = group_of(case, rank, false);
         work(&Session { case, rank, group });
         rank.destroy_group(group);
     });
