@@ -40,7 +40,7 @@ impl fmt::Display for OnGpu {
 pub enum Severity {
     /// An error: the work cannot go on.
     Error,
-    /// What the [`Policy`] says.
+    /// What the [`Policy`](crate::settings::Policy) says.
     Policy,
     /// A warning, unless the policy is off: programs that do it work on GPUs.
     Warning,

@@ -13,7 +13,7 @@ pub const DEVICES_VARIABLE: &str = "NVTE_EP_HOST_DEVICES";
 pub const POLICY_VARIABLE: &str = "NVTE_EP_HOST_CHECK";
 
 /// What happens on a breach of the contract after which the work can go on, unless it is only a warning
-/// ([`crate::check::Severity`]).
+/// ([`crate::rule::Severity`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
     /// It is not looked for.
