@@ -2,7 +2,7 @@
 //!
 //! Strings, collections, locks and threads of Rust end the process where an allocation fails, and an allocator may not
 //! unwind. So the C libraries allocate through [`Reserve`]: where malloc fails, it takes the memory from pages that have been set
-//! aside, and the call goes on to its end. Each call begins with [`require`], which refuses it before it has any effect
+//! aside, and the call goes on to its end. Each call begins with `require`, which refuses it before it has any effect
 //! where too little of the reserve is left. What grows with what a caller asks for is not left to the reserve: those
 //! collections grow by `try_reserve`.
 
