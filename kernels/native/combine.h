@@ -369,10 +369,14 @@ struct Summer {
   EP_DEVICE void add_rows(float (&sums)[kVectors][kFloats], u32 rows, u32 vectors) {
     for (;;) {
       const Vec* from = reinterpret_cast<const Vec*>(s.stage + cursor.stage * a.piece_bytes) + team.thread;
+      // All loads before the first sum: one takes as long as several.
+      Vec row[kVectors];
       EP_UNROLL
       for (u32 i = 0; i < kVectors; ++i) {
-        if (i * team.threads + team.thread < vectors) Elements::add(sums[i], from[i * team.threads]);
+        row[i] = load_staged(from + i * team.threads, i * team.threads + team.thread < vectors);
       }
+      EP_UNROLL
+      for (u32 i = 0; i < kVectors; ++i) Elements::add(sums[i], row[i]);
       free();
       if (--rows == 0) return;
       barrier_wait(&s.full[cursor.stage], cursor.parity);

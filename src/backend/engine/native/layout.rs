@@ -178,9 +178,17 @@ impl GroupLayout {
     /// `blocks`: multiprocessors that the group's kernels take.
     pub fn of(config: &GroupConfig, blocks: u32) -> Self {
         let (ranks, blocks_64) = (u64::from(config.ep_size), u64::from(blocks));
-        // The windows stay in the L2 cache of one GPU: larger ones are no faster, smaller ones wait more for signals.
+        // What is in a window is in the L2 cache on its way. Small groups cost time, since every group is told and waited for; a
+        // longer window only memory.
         let staged = Window { group_tokens: 3, groups: 4 };
-        let summed = Window { group_tokens: if config.ep_size > 16 { 1 } else { 2 }, groups: 3 };
+        let summed = Window {
+            group_tokens: match config.ep_size {
+                0..=8 => 8,
+                9..=16 => 4,
+                _ => 1,
+            },
+            groups: 3,
+        };
         let rows = |window: Window| blocks_64 * u64::from(window.group_tokens * window.groups);
         let row_stride = config.max_token_bytes() as u64;
         let weight_stride = most_top_k(config).next_multiple_of(4);
