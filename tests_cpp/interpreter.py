@@ -7,42 +7,18 @@ LIBRARY is libtransformer_engine.so; the host runtime serves as CUDA and NCCL. T
 import atexit
 import ctypes
 import os
+import pathlib
 import subprocess
 import sys
 import threading
 
+# The package's file alone: the package itself wants torch.
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "python/nvte_ep"))
+from _abi import BasicTensor, GroupConfig, LayerConfig, Shape, UniqueId, Window
+
 # Sizes of the group, and NVTEDType's numbers.
 RANKS, EXPERTS, TOKENS, HIDDEN, TOP_K = 1, 4, 8, 64, 2
 BYTE, INT64, FLOAT32 = 0, 3, 4
-
-
-class UniqueId(ctypes.Structure):
-    _fields_ = [("internal", ctypes.c_char * 128)]
-
-
-class GroupConfig(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t)] + [
-        (name, ctypes.c_int)
-        for name in ("ep_size", "num_experts", "max_tokens_per_rank", "max_recv_tokens_per_rank", "hidden_dim",
-                     "num_comm_sms", "max_token_dtype", "zero_copy", "num_topk", "drop_on_overflow")
-    ]
-
-
-class LayerConfig(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("top_k", ctypes.c_int), ("alignment", ctypes.c_size_t)]
-
-
-class Shape(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_size_t * 15), ("ndim", ctypes.c_size_t)]
-
-
-class BasicTensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("dtype", ctypes.c_int), ("shape", Shape)]
-
-
-class Window(ctypes.Structure):
-    _fields_ = [("window", ctypes.c_void_p), ("offset", ctypes.c_uint64), ("scale_window", ctypes.c_void_p),
-                ("scale_offset", ctypes.c_uint64)]
 
 
 def ok(code):
@@ -86,8 +62,7 @@ class Run:
         self.initialize()
 
     def initialize(self):
-        config = GroupConfig(ctypes.sizeof(GroupConfig), # Sizes of the group, and NVTEDType's numbers.
-RANKS, EXPERTS, TOKENS, TOKENS * TOP_K, HIDDEN, 0, FLOAT32)
+        config = GroupConfig(ctypes.sizeof(GroupConfig), RANKS, EXPERTS, TOKENS, TOKENS * TOP_K, HIDDEN, 0, FLOAT32)
         self.ep.nvte_ep_initialize(self.comm, ctypes.byref(config))
 
     def step(self):
