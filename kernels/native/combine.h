@@ -373,7 +373,7 @@ struct Summer {
       Vec row[kVectors];
       EP_UNROLL
       for (u32 i = 0; i < kVectors; ++i) {
-        row[i] = load_staged(from + i * team.threads, i * team.threads + team.thread < vectors);
+        row[i] = load_vec(from + i * team.threads, i * team.threads + team.thread < vectors);
       }
       EP_UNROLL
       for (u32 i = 0; i < kVectors; ++i) Elements::add(sums[i], row[i]);

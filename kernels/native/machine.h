@@ -183,7 +183,7 @@ struct alignas(16) Vec {
 
 /// 16 bytes of shared memory, or zeros. In one instruction: the compiler makes four of it, and waits for each, where it
 /// cannot see that the address is of shared memory.
-EP_DEVICE Vec load_staged(const Vec* from, bool there) {
+EP_DEVICE Vec load_vec(const Vec* from, bool there) {
   Vec vec{};
   asm volatile("{\n.reg .pred there;\nsetp.ne.u32 there, %5, 0;\n@there ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
                : "+r"(vec.word[0]), "+r"(vec.word[1]), "+r"(vec.word[2]), "+r"(vec.word[3])
@@ -328,7 +328,7 @@ struct alignas(16) Vec {
   u32 word[4];
 };
 
-inline Vec load_staged(const Vec* from, bool there) { return there ? *from : Vec{}; }
+inline Vec load_vec(const Vec* from, bool there) { return there ? *from : Vec{}; }
 inline void store_kept(Vec* to, const Vec& vec) { *to = vec; }
 inline void store_once(Vec* to, const Vec& vec) { *to = vec; }
 

@@ -79,8 +79,8 @@ fn_table! {
 pub struct Stream(usize);
 
 impl Stream {
-    /// The stream whose C handle has this address, for the calls that are made with this value. The promise about a call's memory is given here, once,
-    /// and not again at each function that hands the call on.
+    /// The stream whose C handle has this address, for the calls that are made with this value. The promise about a call's memory
+    /// is given here, once, and not again at each function that hands the call on.
     ///
     /// # Safety
     /// As long as the value is used, the stream lives. The tensors and the handle memory that calls name together with it are
