@@ -44,7 +44,7 @@ const RUNTIME: Variable = Variable {
 };
 const HOST_LIB: Variable = Variable {
     name: "NVTE_EP_HOST_LIB",
-    default: "libnvte_ep_host.so.1 beside our own library, then the loader's search path",
+    default: "the one that the program is linked to, then libnvte_ep_host.so beside our own library, then libnvte_ep_host.so.1 on the loader's search path",
     meaning: "path of the host runtime",
 };
 const NCCL_LIB: Variable = Variable {
