@@ -2,6 +2,7 @@
 //! for, and reports name those.
 
 use std::cell::RefCell;
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
 /// The names that a caller gave: its function, and of arguments NCCL EP's name and its own.
@@ -12,17 +13,18 @@ pub struct Caller {
 }
 
 thread_local! {
-    static CALLER: RefCell<Option<Arc<Caller>>> = const { RefCell::new(None) };
+    // Without a destructor: programs shut groups down at exit, when those of the main thread have run.
+    static CALLER: ManuallyDrop<RefCell<Option<Arc<Caller>>>> = const { ManuallyDrop::new(RefCell::new(None)) };
 }
 
 /// For whom the calling thread works.
 pub fn current() -> Option<Arc<Caller>> {
-    CALLER.with_borrow(Clone::clone)
+    CALLER.with(|caller| caller.borrow().clone())
 }
 
 /// The calling thread works for `caller` from now on; gives for whom it did.
 pub fn replace(caller: Option<Arc<Caller>>) -> Option<Arc<Caller>> {
-    CALLER.replace(caller)
+    CALLER.with(|own| own.replace(caller))
 }
 
 /// Part of a text that may be a name.

@@ -2,28 +2,39 @@
 
 use crate::sys::SetCaller;
 use crate::tensor::TensorView;
-use std::ffi::CString;
+use std::io::Write as _;
 
 /// What a call of NCCL EP serves, said while this lives.
 pub(super) struct Caller(Option<SetCaller>);
+
+/// Room for the names of any call, so that telling them allocates nothing.
+const BYTES: usize = 512;
+
+/// `FUNCTION THEIRS=OWN ...`, without the zero at the end.
+fn write_names(mut text: &mut [u8], function: &str, arguments: &[(&str, Option<&TensorView>)]) {
+    let mut write = |parts: &[&str]| {
+        let written = parts.iter().try_for_each(|part| text.write_all(part.as_bytes()));
+        debug_assert!(written.is_ok(), "{function}: the names take more room");
+    };
+    write(&[function]);
+    for (theirs, own) in arguments {
+        let Some(own) = own else { continue };
+        write(&[" ", theirs, "=", own.name]);
+        if let Some(payload) = theirs.strip_suffix("tokens").filter(|_| own.scales.is_some()) {
+            write(&[" ", payload, "scales=", own.name, ".scale_inv"]);
+        }
+    }
+}
 
 impl Caller {
     /// `arguments` are NCCL EP's names with our tensors. Without the host runtime's `set` there is nobody to tell.
     #[inline]
     pub(super) fn tell(set: Option<SetCaller>, function: &str, arguments: &[(&str, Option<&TensorView>)]) -> Self {
         if let Some(set) = set {
-            let mut names = function.to_owned();
-            for (theirs, own) in arguments {
-                if let Some(own) = own {
-                    names.extend([" ", *theirs, "=", own.name]);
-                    if own.scales.is_some() {
-                        names.extend([" ", &theirs.replace("tokens", "scales"), "=", own.name, ".scale_inv"]);
-                    }
-                }
-            }
-            let names = CString::new(names).unwrap_or_default();
-            // SAFETY: a string, which the function copies.
-            unsafe { set(names.as_ptr()) };
+            let mut text = [0; BYTES];
+            write_names(&mut text[..BYTES - 1], function, arguments);
+            // SAFETY: a string that ends with a zero, which the function copies.
+            unsafe { set(text.as_ptr().cast()) };
         }
         Self(set)
     }
