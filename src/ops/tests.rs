@@ -195,6 +195,7 @@ fn dispatch_rules() {
                 "tokens must have rows of at most 1024 bytes (the group's hidden_dim 512 in bfloat16), got 2048 bytes",
             ),
             (|c| c.tokens = view("tokens", DType::BFloat16, &[10, 4]), "multiple of 8 elements and of 16 bytes, got 4"),
+            (|c| c.tokens = view("tokens", DType::Float32, &[10, 4]), "multiple of 8 elements and of 16 bytes, got 4"),
             (|c| c.tokens = view("tokens", DType::BFloat16, &[10, 0]), "multiple of 8 elements and of 16 bytes, got 0"),
             (
                 |c| c.tokens.dtype = DType::Float8E4M3,
@@ -348,12 +349,15 @@ fn zero_copy_takes_windows() {
         tensor
     };
     let text = dispatch().checked(&zero_copy(), &layer(), PREPARED).unwrap_err().to_string();
-    assert!(text.starts_with("recv_tokens_win.window must be a window, since the group is zero-copy"), "{text}");
+    let expected = "recv_tokens_win.window must be a window, since the group is zero-copy and peers' rows are written in place, \
+                    got NULL";
+    assert_eq!(text, expected);
     let mut call = dispatch();
     call.recv_tokens = windowed(call.recv_tokens);
     call.checked(&zero_copy(), &layer(), PREPARED).unwrap();
     let text = combine().checked(&zero_copy(), PREPARED).unwrap_err().to_string();
-    assert!(text.starts_with("expert_out_win.window must be a window"), "{text}");
+    let expected = "expert_out_win.window must be a window, since the group is zero-copy and peers' rows are read in place, got NULL";
+    assert_eq!(text, expected);
     let mut call = combine();
     call.expert_out = windowed(call.expert_out);
     call.checked(&zero_copy(), PREPARED).unwrap();

@@ -283,7 +283,8 @@ TEST(Handles, FreshMemoryIsNotPrepared) {
     DeviceBuffer<std::uint8_t> fresh(std::vector<std::uint8_t>(layer.memory().size(), static_cast<std::uint8_t>(byte)));
     const Tensor mem = fresh.View({fresh.size()});
     step.UseHandle(layer.HandleOver(mem));
-    EXPECT_TRUE(Throws("nvte_ep_dispatch", {"was not prepared"}, [&] { step.Dispatch(); }));
+    EXPECT_TRUE(Throws("nvte_ep_dispatch", {"was not prepared", "layers must not share handle memory"},
+                       [&] { step.Dispatch(); }));
     EXPECT_TRUE(Throws("nvte_ep_dispatch_bwd", {"was not prepared"}, [&] { step.DispatchBwd(); }));
   }
   step.UseHandle(layer.handle());
