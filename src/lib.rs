@@ -7,13 +7,13 @@
 //! | module | holds |
 //! |---|---|
 //! | [`error`] | the one error type; its text is the text of the C++ exception |
-//! | [`env`](mod@env) | every environment variable |
-//! | [`config`] | validated configuration of groups and layers |
+//! | [`env`](mod@env) | every environment variable; add one here |
+//! | [`config`] | validated configuration of groups and layers; add a rule about a group or a layer here |
 //! | [`limits`] | what each engine takes of configurations and tensors |
 //! | [`options`] | what a group can be told beyond its configuration |
 //! | [`dtype`], [`tensor`] | data types; a tensor's type, shape and place |
-//! | [`ops`] | the per-step operations: arguments by name and their checks |
-//! | [`backend`] | the EP group of each device: initialize, shutdown, the operations, and the engine that moves the rows |
+//! | [`ops`] | the per-step operations: arguments by name and their checks; add a rule about an argument in `ops::rules` |
+//! | [`backend`] | the EP group of each device: initialize, shutdown, the operations, and the engine that moves the rows; add an engine in `backend::engine` |
 //! | [`memory`] | what a group's device memory amounts to |
 //! | `symm_pool` | which bytes of which segment of symmetric memory are taken |
 //! | `progress` | how far each rank has come, for who waits too long |
@@ -22,6 +22,11 @@
 //! | [`reserve`] | memory for when malloc has none |
 //! | [`sys`] | the loaded libraries |
 //! | [`ffi`] | what the C surfaces share: types, tensors, the error boundary |
+//! | `log` | what is written to stderr |
+//! | `patience` | how long a wait may take, and whether it is in vain |
+//! | `atomic` | atomics as the models of `qa/models` see them |
+//!
+//! `docs/architecture.md` shows the way of a call, and has the steps of each addition.
 
 #[cfg(panic = "abort")]
 compile_error!("nvte-ep needs panic = \"unwind\": its error boundary turns panics into C++ exceptions");
