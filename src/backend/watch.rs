@@ -291,13 +291,17 @@ impl Watched {
     fn record(&self, event: b::CUevent, stream: Stream) -> bool {
         // SAFETY: the stream is bound; the event is ours.
         let code = unsafe { (self.base.cuda.cuEventRecord)(event, stream.as_raw()) };
-        code == b::CUDA_SUCCESS || self.not_recorded(code)
+        code == b::CUDA_SUCCESS || self.not_recorded(event, code)
     }
 
     #[cold]
-    fn not_recorded(&self, code: b::CUresult) -> bool {
+    fn not_recorded(&self, event: b::CUevent, code: b::CUresult) -> bool {
+        // A device that has failed says so itself, in every call that waits for it.
+        if self.is_done(event).is_none() {
+            return false;
+        }
         if let Err(error) = self.base.cuda.check("cuEventRecord", code) {
-            // Once a group: where the device has failed, so do all further calls.
+            // Once a group: what one call lacks, further calls lack as well.
             if !self.unwatched.swap(true, Ordering::Relaxed) {
                 report(&format!("a call is not watched, so it may be waited for without an end: {error}"));
             }
