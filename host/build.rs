@@ -1,4 +1,4 @@
-//! Compiles the native engine's kernels, names the library and lays out, beside it, the folder through which programs find it as
+//! Compiles the kernels, names the library and lays out, beside it, the folder through which programs find it as
 //! CUDA and NCCL.
 
 use std::env;
@@ -29,10 +29,11 @@ fn main() -> io::Result<()> {
     Ok(())
 }
 
-/// Compiles the native engine's kernels for the CPU.
+/// Compiles the kernels for the CPU.
 fn compile_kernels() {
     println!("cargo::rerun-if-changed=native");
     println!("cargo::rerun-if-changed=../kernels/native");
+    println!("cargo::rerun-if-changed=../kernels/topk_idx.cu");
     cc::Build::new()
         .cpp(true)
         .std("c++17")
@@ -46,7 +47,10 @@ fn compile_kernels() {
         .flag("-fno-rtti")
         .flag("-fvisibility=hidden")
         .opt_level(2)
+        // Pragmas for a GPU's compiler.
+        .flag("-Wno-unknown-pragmas")
         .file("native/kernels.cc")
+        .file("native/topk_idx.cc")
         .compile("nvte_ep_host_native");
 }
 

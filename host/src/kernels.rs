@@ -1,9 +1,8 @@
-//! The kernels that this runtime can launch. It cannot run PTX: it knows the kernels of nvte-ep (`kernels/*.cu`) by name.
-//! Those of the native engine it has compiled for the CPU ([`native`]); what the others do it does in Rust.
+//! The kernels that this runtime can launch. It cannot run PTX: it knows the kernels of nvte-ep (`kernels/*.cu`) by name, and has
+//! them compiled for the CPU.
 
 use std::ffi::c_void;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use nvte_ep_bindings::*;
 
@@ -23,16 +22,15 @@ pub struct Kernel {
 
 #[derive(Debug)]
 enum Work {
-    /// Reads the arguments, as `cuLaunchKernel` passes them, and queues the work; how many threads there would be makes no difference
-    /// to what it does.
-    InRust(unsafe fn(Arguments, &Arc<Stream>) -> Outcome<()>),
+    /// `kernels/topk_idx.cu`, for indices of so many bytes.
+    CopyTopkIdx(u32),
     /// One of the native engine's, by its number in native/kernels.cc.
     Native(u32),
 }
 
 static KERNELS: [Kernel; 7] = [
-    Kernel { name: "nvte_ep_copy_topk_idx_i32", work: Work::InRust(copy_topk_idx::<4>) },
-    Kernel { name: "nvte_ep_copy_topk_idx_i64", work: Work::InRust(copy_topk_idx::<8>) },
+    Kernel { name: "nvte_ep_copy_topk_idx_i32", work: Work::CopyTopkIdx(4) },
+    Kernel { name: "nvte_ep_copy_topk_idx_i64", work: Work::CopyTopkIdx(8) },
     Kernel { name: "nvte_ep_native_prepare", work: Work::Native(0) },
     Kernel { name: "nvte_ep_native_dispatch", work: Work::Native(1) },
     Kernel { name: "nvte_ep_native_combine_bf16", work: Work::Native(2) },
@@ -70,57 +68,71 @@ impl Kernel {
         }
         match self.work {
             // SAFETY: passed on.
-            Work::InRust(launch) => unsafe { launch(arguments, stream) },
+            Work::CopyTopkIdx(width) => unsafe { copy_topk_idx(width, arguments, blocks, stream) },
             // SAFETY: passed on.
             Work::Native(kernel) => unsafe { native::launch(kernel, self.name, arguments, blocks, stream) },
         }
     }
 }
 
-/// `kernels/topk_idx.cu` for indices of `WIDTH` bytes.
-unsafe fn copy_topk_idx<const WIDTH: usize>(arguments: Arguments, stream: &Arc<Stream>) -> Outcome<()> {
-    // SAFETY: the caller passes these seven.
-    let pointers = unsafe { arguments.0.cast::<[*const c_void; 7]>().read() };
+unsafe extern "C" {
+    /// In native/topk_idx.cc.
+    fn nvte_ep_host_copy_topk_idx(
+        given: *const c_void,
+        width: u32,
+        copied: *mut c_void,
+        header: *mut c_void,
+        log: *mut c_void,
+        first_word: u32,
+        second_word: u32,
+        tokens: u32,
+        top_k: u32,
+        num_experts: u32,
+        blocks: u32,
+    );
+}
+
+/// Queues the kernel for indices of `width` bytes.
+unsafe fn copy_topk_idx(width: u32, arguments: Arguments, blocks: u32, stream: &Arc<Stream>) -> Outcome<()> {
+    // SAFETY: the caller passes these eight.
+    let pointers = unsafe { arguments.0.cast::<[*const c_void; 8]>().read() };
     // SAFETY: the first four are addresses.
     let address = |index: usize| unsafe { pointers[index].cast::<u64>().read_unaligned() };
+    // SAFETY: the fifth is two numbers of 32 bits.
+    let [first_word, second_word] = unsafe { pointers[4].cast::<[u32; 2]>().read_unaligned() };
     // SAFETY: the others are numbers of 32 bits.
     let number = |index: usize| unsafe { pointers[index].cast::<u32>().read_unaligned() };
-    let (tokens, top_k, num_experts) = (number(4) as usize, number(5) as usize, number(6));
-    let indices = tokens * top_k;
+    let (tokens, top_k, num_experts) = (number(5), number(6), number(7));
+    let (indices, row_bytes) = (tokens as usize * top_k as usize, (width * top_k) as usize);
     // SAFETY: the caller vouches for the memory.
     let span = |index: usize, bytes: usize| unsafe { Span::new(address(index) as *const c_void, bytes) };
-    let (given, copied) = (span(0, indices * WIDTH)?, span(1, indices * 8)?);
-    let (invalid_indices, log) = (span(2, 4)?, address(3));
-    if log == 0 || log % 8 != 0 {
+    let (given, copied) = (span(0, tokens as usize * row_bytes)?, span(1, indices * 8)?);
+    // Two words of the header, two of the total, and a count of each block.
+    let (header, log) = (span(2, (4 + blocks as usize) * 4)?, address(3) as usize);
+    if log == 0 || !log.is_multiple_of(8) {
         return Err(Fault::cuda(CUDA_ERROR_INVALID_VALUE, "nvte_ep_copy_topk_idx: log is no place of 8 bytes"));
     }
     let run = move || {
-        tensor_check::written("nvte_ep_copy_topk_idx: topk_idx", &given, top_k * WIDTH, 0..tokens)?;
-        let mut found = 0u32;
-        let mut row = vec![0i64; top_k];
-        for first in (0..indices).step_by(top_k.max(1)) {
-            for (k, index) in row.iter_mut().enumerate() {
-                let bytes = given.view((first + k) * WIDTH, WIDTH);
-                *index = match bytes.try_into() {
-                    Ok(wide) => i64::from_ne_bytes(wide),
-                    Err(_) => i32::from_ne_bytes(bytes.try_into().expect("indices of 4 or 8 bytes")).into(),
-                };
-            }
-            for (k, &index) in row.iter().enumerate() {
-                let beyond = index >= i64::from(num_experts);
-                found += u32::from(beyond);
-                let kept = if index < 0 || beyond || row[..k].contains(&index) { -1 } else { index };
-                copied.write((first + k) * 8, &kept.to_ne_bytes());
-            }
-        }
-        let before = u32::from_ne_bytes(invalid_indices.view(0, 4).try_into().expect("four bytes"));
-        invalid_indices.write(0, &(before + found).to_ne_bytes());
-        if found > 0 {
-            // SAFETY: the caller vouches for the memory, which other kernels and the host's reader take as atomic.
-            let log = unsafe { AtomicU64::from_ptr(std::ptr::with_exposed_provenance_mut(log as usize)) };
-            log.fetch_add(found.into(), Ordering::Relaxed);
+        tensor_check::written("nvte_ep_copy_topk_idx: topk_idx", &given, row_bytes, 0..tokens as usize)?;
+        let places = [given.address(), copied.address(), header.address(), log];
+        let [given, copied, header, log] = places.map(std::ptr::with_exposed_provenance_mut::<c_void>);
+        // SAFETY: the caller vouches for the memory, which is of the sizes that `span` looked at.
+        unsafe {
+            nvte_ep_host_copy_topk_idx(
+                given,
+                width,
+                copied,
+                header,
+                log,
+                first_word,
+                second_word,
+                tokens,
+                top_k,
+                num_experts,
+                blocks,
+            );
         }
         Ok(())
     };
-    stream.enqueue(&[given, copied, invalid_indices], run).map(drop)
+    stream.enqueue(&[given, copied, header], run).map(drop)
 }

@@ -281,6 +281,33 @@ fn native_steps() {
     group.shutdown().unwrap();
 }
 
+/// The kernel in front of NCCL EP has written the header then.
+#[test]
+fn an_exchange_that_fails_leaves_no_routing() {
+    if as_ranks("an_exchange_that_fails_leaves_no_routing") {
+        return;
+    }
+    // SAFETY: no other thread runs yet that reads variables.
+    unsafe { std::env::set_var("NVTE_EP_HOST_FAULT", "call=ncclEpUpdateHandle,nth=2,do=fail") };
+    let device = Alone::on(rank() as i32);
+    let group = builder().max_recv_tokens_per_rank(C as u32).build().unwrap();
+    let layer = group.layer(LAYER).unwrap();
+    let memory = device.zeros::<i32>(layer.handle_bytes() / 4);
+    // SAFETY: the memory is of that size, and lives longer than the handle.
+    let mut handle = unsafe { layer.handle_at(memory.address()) }.unwrap();
+    let (topk_idx, mut counts) = (device.filled(&experts(rank(), 0)), device.zeros::<i32>(LOCAL));
+    let mut prepare = || {
+        let call = Prepare { topk_idx: &*topk_idx, token_counts: &mut *counts, total: None };
+        let ended = handle.prepare(call, Stream::DEFAULT).map(drop);
+        device.wait();
+        ended
+    };
+    prepare().unwrap();
+    assert_ne!(memory.get(2), [0; 2]);
+    assert!(prepare().unwrap_err().to_string().contains("ncclEpUpdateHandle"));
+    assert_eq!(memory.get(2), [0; 2]);
+}
+
 #[test]
 fn zero_copy_steps_in_symmetric_memory() {
     if as_ranks("zero_copy_steps_in_symmetric_memory") {

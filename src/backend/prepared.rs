@@ -2,7 +2,7 @@
 
 use super::live::{Group, HandleRef, Layer, RecvTotals};
 use super::routing::handles::elsewhere;
-use super::routing::header::{Header, TOTAL_OFFSET};
+use super::routing::header::{Header, TOTAL_OFFSET, WORDS};
 use super::routing::notes::{self, Decision, HandleKey, Question, Refusal, Routing};
 use crate::config::{RecvCapacity, Relocation};
 use crate::error::{Error, Result};
@@ -156,8 +156,9 @@ impl Group {
                     .into(),
             ));
         }
-        let words = self.read_words(mem.data, stream, None).map_err(|error| self.engine.explain(error))?;
-        let [first, second, low, high, invalid_indices] = words;
+        let words: [u32; WORDS] =
+            self.read_words(mem.data, stream, None).map_err(|error| self.engine.explain(error))?;
+        let [first, second, low, high, counts @ ..] = words;
         if Header([first, second]).read(self.epoch).is_none() {
             let name = mem.name;
             return Err(Error::State(format!("{name} holds no routing of this group: call nvte_ep_prepare first")));
@@ -169,7 +170,8 @@ impl Group {
             RecvCapacity::Fixed(rows) => needed.min(rows.into()),
             RecvCapacity::Eager => needed,
         };
-        Ok(RecvTotals { needed, received, dropped: needed - received, invalid_indices: invalid_indices.into() })
+        let invalid_indices = counts[..self.engine.counts()].iter().copied().map(u64::from).sum();
+        Ok(RecvTotals { needed, received, dropped: needed - received, invalid_indices })
     }
 }
 

@@ -69,7 +69,6 @@ fn_table! {
             *mut *mut c_void
         ) -> b::CUresult;
         cuMemsetD8Async: fn(b::CUdeviceptr, c_uchar, usize, b::CUstream) -> b::CUresult;
-        cuMemsetD32Async: fn(b::CUdeviceptr, c_uint, usize, b::CUstream) -> b::CUresult;
     }
     optional {}
 }
@@ -306,24 +305,6 @@ impl Cuda {
         }
         // SAFETY: the caller vouches for memory and stream.
         self.check("cuMemsetD8Async", unsafe { (self.cuMemsetD8Async)(address, 0, bytes, stream.as_raw()) })
-    }
-
-    /// Queues the words `words` to the device address `address`; allowed while a stream captures, and what is captured
-    /// refers to no host memory.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// As [`Cuda::zero`].
-    #[inline]
-    pub unsafe fn write_words(&self, address: u64, words: &[u32], stream: Stream) -> Result<()> {
-        for (index, word) in words.iter().enumerate() {
-            // SAFETY: the caller vouches for memory and stream.
-            let code = unsafe { (self.cuMemsetD32Async)(address + 4 * index as u64, *word, 1, stream.as_raw()) };
-            self.check("cuMemsetD32Async", code)?;
-        }
-        Ok(())
     }
 
     /// Queues a copy of `bytes` bytes between two addresses, of device or pinned host memory; allowed while a stream

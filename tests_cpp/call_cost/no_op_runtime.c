@@ -63,7 +63,6 @@ int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void* stream) {
 }
 NO_OP(cuMemcpyAsync, uint64_t to, uint64_t from, size_t bytes, void* stream)
 NO_OP(cuMemsetD8Async, uint64_t to, unsigned char value, size_t count, void* stream)
-NO_OP(cuMemsetD32Async, uint64_t to, unsigned value, size_t count, void* stream)
 // All of the address space is memory of device 0.
 int cuPointerGetAttributes(unsigned count, const int* attributes, void** data, uint64_t pointer) {
   (void)pointer;

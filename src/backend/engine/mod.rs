@@ -156,7 +156,7 @@ pub(super) enum Handle {
 pub(super) struct HeaderOut {
     /// Its address.
     pub(super) address: u64,
-    /// Its first words, which say that the memory holds a routing: written last.
+    /// Its first words, which say that the memory holds a routing.
     pub(super) words: [u32; 2],
     /// The step's total in it, of the caller's data type.
     pub(super) total: TensorView,
@@ -209,8 +209,16 @@ impl Engine {
         }
     }
 
-    /// Exchanges the routing and fills the handle memory, its counters, the caller's counts and total, and at the end the
-    /// words of the header; collective, queued on `stream`. From its begin to its end on the device the header says that there is no routing.
+    /// Words of the header behind the total that hold the count of indices that are no expert.
+    pub(super) const fn counts(&self) -> usize {
+        match self {
+            Self::NcclEp(_) => nccl_ep::Group::COUNTS,
+            Self::Native(_) => 1,
+        }
+    }
+
+    /// Exchanges the routing and fills the handle memory, its header and counters, and the caller's counts and total; collective,
+    /// queued on `stream`.
     ///
     /// # Errors
     /// The library's; then the memory holds no routing.

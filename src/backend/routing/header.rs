@@ -4,18 +4,19 @@
 
 use crate::config::{LayerConfig, MAX_TOP_K, SlabAlignment};
 use crate::dtype::DType;
+use crate::memory::HEADER_BYTES;
 use crate::ops::Prepared;
 
 /// Where the header's bytes hold the step's total: the rows that this rank receives, padding included and before any drop,
 /// as one int64 that prepare's kernels write.
 pub(crate) const TOTAL_OFFSET: usize = 8;
-/// Where it holds the number of the step's indices that are no expert, as one uint32.
-pub(crate) const INVALID_INDICES_OFFSET: usize = 16;
-/// Where header and counters end, of which the last is the kernel's own; all of it is zero when a prepare starts.
-pub(crate) const COUNTERS_END: usize = INVALID_INDICES_OFFSET + 2 * size_of::<u32>();
+/// Behind the total, in how many words it may hold the number of the step's indices that are no expert, which is their sum; an
+/// engine uses as many as it has parts that count.
+pub(crate) const MAX_COUNTS: usize = 32;
+/// Words of header, total and counts, which are read in one go.
+pub(crate) const WORDS: usize = 4 + MAX_COUNTS;
 
-// They are read as words, in one go with the header.
-const _: () = assert!(TOTAL_OFFSET == 2 * size_of::<u32>() && INVALID_INDICES_OFFSET == 4 * size_of::<u32>());
+const _: () = assert!(TOTAL_OFFSET == 2 * size_of::<u32>() && WORDS * size_of::<u32>() <= HEADER_BYTES);
 
 /// The two words of a header: a packed description with a check of everything, and the token count.
 ///

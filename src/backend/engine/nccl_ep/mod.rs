@@ -8,7 +8,6 @@ mod topk_idx;
 pub(super) use candidate::{Candidate, Fit};
 
 use super::{HeaderOut, Machine};
-use crate::backend::routing::header::{COUNTERS_END, INVALID_INDICES_OFFSET};
 use crate::config::{GroupConfig, LayerConfig, Overflow, RecvCapacity, Transfer};
 use crate::dtype::DType;
 use crate::env::RuntimeKind;
@@ -148,23 +147,25 @@ impl Group {
         Ok(Handle { raw, indices })
     }
 
+    /// Words of the header that hold the count of indices that are no expert.
+    pub(super) const COUNTS: usize = topk_idx::BLOCKS;
+
     /// Exchanges the routing and fills the handle memory and its header.
     pub(super) fn prepare(&self, handle: &Handle, call: &Prepare, header: &HeaderOut, stream: Stream) -> Result<()> {
-        let (cuda, experts) = (&self.base.cuda, self.config.num_experts);
-        let invalid_indices = header.address + INVALID_INDICES_OFFSET as u64;
-        // Of the total's two words the kernels write as many as its dtype has. The words in front go too: should the exchange
-        // fail, the memory holds no routing, wherever its bytes are moved.
-        // SAFETY: the handle memory starts with room for the header and its counters.
-        unsafe { cuda.zero(header.address, COUNTERS_END, stream) }?;
-        // SAFETY: `Stream::bind` vouches for the tensors; the handle memory ends with room for the copy.
-        unsafe { self.index_copier.copy(&call.topk_idx, handle.indices, invalid_indices, experts, stream) }?;
-        self.update(handle, call, &header.total, stream)?;
+        let cuda = &self.base.cuda;
+        // SAFETY: `Stream::bind` vouches for the tensors; the handle memory starts with room for the header and ends with room
+        // for the copy.
+        unsafe { self.index_copier.copy(&call.topk_idx, handle.indices, header, self.config.num_experts, stream) }?;
+        self.update(handle, call, &header.total, stream).inspect_err(|_| {
+            // The memory holds no routing, wherever its bytes are moved. The exchange's error says more than one of this.
+            // SAFETY: the handle memory starts with room for the header.
+            drop(unsafe { cuda.zero(header.address, size_of_val(&header.words), stream) });
+        })?;
         if let Some(wanted) = &call.total {
             // SAFETY: the caller vouches for its total, which has the dtype of ours.
             unsafe { cuda.copy(wanted.data, header.total.data, wanted.dtype.bytes(1), stream) }?;
         }
-        // SAFETY: the handle memory starts with room for the header.
-        unsafe { cuda.write_words(header.address, &header.words, stream) }
+        Ok(())
     }
 
     /// Exchanges the routing of the copied indices and fills NCCL EP's part and `total`.

@@ -1,6 +1,9 @@
-//! The copy of the expert indices that NCCL EP gets to see: `kernels/topk_idx.cu` says what it holds and why.
+//! What a prepare does in front of NCCL EP, in one launch: the copy of the expert indices that NCCL EP gets to see, and the header
+//! of the handle memory. `kernels/topk_idx.cu` says what they hold and why.
 
+use crate::backend::engine::HeaderOut;
 use crate::backend::engine::invalid_indices::InvalidIndices;
+use crate::backend::routing::header::MAX_COUNTS;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::sys::cuda::{Cuda, Stream};
@@ -11,9 +14,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 const PTX: &str = concat!(include_str!("../../../../kernels/topk_idx.ptx"), "\0");
 
-/// Tokens of a block; a block takes several where there are more than [`MAX_BLOCKS`] of them.
-const THREADS: u32 = 128;
-const MAX_BLOCKS: usize = 1024;
+/// Blocks of a launch, each of which counts the indices that are no expert in a word of its own.
+pub(super) const BLOCKS: usize = 32;
+/// Threads of a block, by the number of tokens; a thread takes several where there are more.
+const THREADS: std::ops::RangeInclusive<usize> = 128..=512;
+
+const _: () = assert!(BLOCKS <= MAX_COUNTS);
+
 /// The kernels, loaded on one device, and what they report to the host.
 #[derive(Debug)]
 pub(super) struct IndexCopier {
@@ -60,41 +67,40 @@ impl IndexCopier {
         self.log.report_last(self.found());
     }
 
-    /// Queues the copy of `topk_idx`, `[T, K]`, to the address `copied`, and adds the number of indices that are no
-    /// expert to the uint32 at the address `invalid_indices`. That and the next, the kernel's own, are zero before.
+    /// Queues the copy of `topk_idx`, `[T, K]`, to the address `copied`, and the header with a total of zero.
     ///
     /// # Safety
-    /// `topk_idx` is device memory; `copied` has room for T * K int64; all live until the queued work is done; `stream` is
-    /// a stream of the device.
+    /// `topk_idx` is device memory; `copied` has room for T * K int64; there is room for the header; all live until the queued
+    /// work is done; `stream` is a stream of the device.
+    #[inline]
     pub(super) unsafe fn copy(
         &self,
         topk_idx: &TensorView,
         copied: u64,
-        invalid_indices: u64,
+        header: &HeaderOut,
         num_experts: u32,
         stream: Stream,
     ) -> Result<()> {
         let &[tokens, top_k] = topk_idx.shape.sizes() else { unreachable!("prepare checked that it is 2D") };
-        if tokens > 0 {
-            let function = if topk_idx.dtype == DType::Int32 { self.int32 } else { self.int64 };
-            let (mut given, mut copied, mut invalid_indices, mut log) =
-                (topk_idx.data, copied, invalid_indices, self.invalid_indices);
-            let (mut token_count, mut top_k, mut num_experts) = (tokens as u32, top_k as u32, num_experts);
-            let mut arguments: [*mut c_void; 7] = [
-                (&raw mut given).cast(),
-                (&raw mut copied).cast(),
-                (&raw mut invalid_indices).cast(),
-                (&raw mut log).cast(),
-                (&raw mut token_count).cast(),
-                (&raw mut top_k).cast(),
-                (&raw mut num_experts).cast(),
-            ];
-            let blocks = tokens.div_ceil(THREADS as usize).min(MAX_BLOCKS) as u32;
-            let grid = Grid { blocks, threads: THREADS, shared_bytes: 0 };
-            // SAFETY: the arguments are the kernel's seven; the caller vouches for the memory.
-            unsafe { self.module.launch(function, grid, &mut arguments, stream) }?;
-        }
-        Ok(())
+        let function = if topk_idx.dtype == DType::Int32 { self.int32 } else { self.int64 };
+        let (mut given, mut copied, mut address, mut log) =
+            (topk_idx.data, copied, header.address, self.invalid_indices);
+        let (mut words, mut token_count, mut top_k) = (header.words, tokens as u32, top_k as u32);
+        let mut num_experts = num_experts;
+        let mut arguments: [*mut c_void; 8] = [
+            (&raw mut given).cast(),
+            (&raw mut copied).cast(),
+            (&raw mut address).cast(),
+            (&raw mut log).cast(),
+            (&raw mut words).cast(),
+            (&raw mut token_count).cast(),
+            (&raw mut top_k).cast(),
+            (&raw mut num_experts).cast(),
+        ];
+        let threads = tokens.div_ceil(BLOCKS).next_multiple_of(32).clamp(*THREADS.start(), *THREADS.end());
+        let grid = Grid { blocks: BLOCKS as u32, threads: threads as u32, shared_bytes: 0 };
+        // SAFETY: the arguments are the kernel's eight; the caller vouches for the memory.
+        unsafe { self.module.launch(function, grid, &mut arguments, stream) }
     }
 }
 
