@@ -5,7 +5,9 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
+#include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <filesystem>
@@ -366,6 +368,53 @@ TEST(Boundary, ReportsNameTheCallersArguments) {
   if (!OnHostRuntime()) GTEST_SKIP() << "needs the contract checker";
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   EXPECT_EXIT(_exit(UnwrittenRowsAreReportedInOurNames() ? 0 : 1), testing::ExitedWithCode(0), "");
+}
+
+// Prepares a handle for other tokens before the gradients of its step; whether that is one report, in the caller's
+// names. The dispatch has no routing weights, which NCCL EP takes for a backward pass.
+bool GradientsOfAnotherRoutingAreReported() {
+  testing::internal::CaptureStderr();
+  EpCalls calls;
+  const OneRank comm;
+  Device device;
+  nvte_ep_initialize(comm.get(), calls.config());
+  NVTEEpLayerConfig layer = {};
+  layer.top_k = 2;
+  std::size_t bytes = 0;
+  NVTEEpHandle handle = {};
+  handle.id = nvte_ep_register_layer(layer, &bytes);
+  const Tensor mem(device.Allocate(bytes), kNVTEByte, {bytes});
+  handle.mem = mem.get();
+  const std::vector<char> zeroes(1024);
+  const auto rows = [&](std::size_t count) {
+    void* const data = device.Allocate(count * 128);
+    device.Write(data, zeroes.data(), count * 128);
+    return Tensor(data, kNVTEBFloat16, {count, 64});
+  };
+  const Tensor topk_idx(device.Allocate(64), kNVTEInt64, {4, 2}), counts(device.Allocate(16), kNVTEInt32, {4});
+  const auto prepare = [&](const std::array<std::int64_t, 8>& experts) {
+    device.Write(nvte_tensor_data(topk_idx.get()), experts.data(), sizeof experts);
+    nvte_ep_prepare(handle, topk_idx.get(), counts.get(), 0, nullptr);
+    device.Read(nvte_tensor_data(counts.get()), 16);
+  };
+  const Tensor tokens = rows(4), received = rows(8), result = rows(4);
+  prepare({0, 1, 1, 2, 2, 3, 3, 0});
+  nvte_ep_dispatch(handle, topk_idx.get(), tokens.get(), {}, nullptr, {}, received.get(), {}, nullptr, {}, nullptr);
+  nvte_ep_combine(handle, received.get(), {}, result.get(), nullptr);
+  prepare({3, 2, 2, 1, 1, 0, 0, 3});
+  nvte_ep_combine_bwd(handle, result.get(), {}, received.get(), {}, nullptr);
+  nvte_ep_shutdown();
+  const std::string printed = testing::internal::GetCapturedStderr();
+  std::fprintf(stderr, "%s\n", printed.c_str());
+  return Occurrences(printed, "routing-changed") == 1 &&
+         Occurrences(printed,
+                     "nvte_ep_combine_bwd: handle_mem holds the routing of operation 4, which no forward pass") == 1;
+}
+
+TEST(Boundary, GradientsOfAnotherRoutingAreReported) {
+  if (!OnHostRuntime()) GTEST_SKIP() << "needs the contract checker";
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(_exit(GradientsOfAnotherRoutingAreReported() ? 0 : 1), testing::ExitedWithCode(0), "");
 }
 
 TEST(Boundary, WithoutAGpuTheErrorNamesTheHostRuntime) {

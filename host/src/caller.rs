@@ -22,6 +22,11 @@ pub fn current() -> Option<Arc<Caller>> {
     CALLER.with(|caller| caller.borrow().clone())
 }
 
+/// Whether the calling thread's call is of a forward pass; without a caller it is what `direction` says.
+pub fn is_forward(direction: bool) -> bool {
+    CALLER.with(|caller| caller.borrow().as_ref().map_or(direction, |caller| !caller.is_backward()))
+}
+
 /// The calling thread works for `caller` from now on; gives for whom it did.
 pub fn replace(caller: Option<Arc<Caller>>) -> Option<Arc<Caller>> {
     CALLER.with(|own| own.replace(caller))
@@ -39,6 +44,12 @@ impl Caller {
         let function = words.next()?.to_owned();
         let pair = |word: &str| word.split_once('=').map(|(theirs, own)| (theirs.to_owned(), own.to_owned()));
         Some(Self { function, arguments: words.filter_map(pair).collect() })
+    }
+
+    /// Whether it computes gradients, as the functions whose names end in `_bwd` do. NCCL EP's pass direction says less: it
+    /// goes by the routing weights, and a forward pass may have none.
+    fn is_backward(&self) -> bool {
+        self.function.ends_with("_bwd")
     }
 
     /// `text`, of a breach in `call`, in the caller's names; and NCCL EP's that were replaced.

@@ -109,7 +109,7 @@ rules! {
     RowLimit "row-limit" Corrupt Error "tokens and their rows stay within the limits that the group was created with";
     ReceiveOverflow "receive-overflow" Trap Error "with the policy TRAP no rank receives more rows than max_recv_tokens_per_rank";
     ExpertIndex "expert-index" Corrupt Error "an index names one of num_experts experts or is negative";
-    RoutingChanged "routing-changed" SilentlyWrong Policy "a combine uses the routing of the dispatch before it, forward and backward";
+    RoutingChanged "routing-changed" SilentlyWrong Policy "a combine uses the routing of the dispatch before it, forward and backward, and gradients that of a forward pass";
     CombineRows "combine-rows" Trap Error "combine is given all rows that the routing uses";
     HandleMemory "handle-memory" Corrupt Error "handle_mem holds what UpdateHandle wrote for the tokens at hand";
     Alignment "alignment" Trap Error "memory, and its offset in a window, start at a multiple of 16 bytes and of the element";

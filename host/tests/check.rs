@@ -994,6 +994,34 @@ fn a_routing_that_changes_between_gradients_is_a_warning() {
     assert!(error.contains(words), "{error}");
 }
 
+/// A handle that was prepared for other tokens before its gradients: both of them are wrong.
+#[test]
+fn gradients_by_another_routing_than_their_forward_pass_are_a_warning() {
+    let id = hex(&unique_id());
+    let child = spawn_rank_with("changed_before_gradients", &id, 0, 1, 60_000, &[(POLICY_VARIABLE, "")]);
+    let error = passed(0, &child.wait_with_output().unwrap());
+    let words = "rank 0, ncclEpDispatch: handle_mem holds the routing of operation 4, which no forward pass over this \
+                 handle_mem used, and one that used another routing lacks its gradients";
+    assert!(error.contains(words), "{error}");
+}
+
+#[test]
+#[ignore = "run by gradients_by_another_routing_than_their_forward_pass_are_a_warning"]
+fn changed_before_gradients() {
+    let rank = join_as_process();
+    let bench = Bench::new(&rank);
+    nccl_ok(bench.update());
+    forward(&bench);
+    nccl_ok(bench.combine());
+    bench.topk.set(&[3, 2, 1, 0, 3, 2, 1, 0]);
+    nccl_ok(bench.update());
+    // The gradient of combine.
+    nccl_ok(bench.dispatch());
+    rank.sync();
+    assert_eq!(reports(Rule::RoutingChanged), 1);
+    bench.forget();
+}
+
 #[test]
 #[ignore = "run by a_routing_that_changes_between_gradients_is_a_warning"]
 fn changed_between_gradients() {

@@ -131,7 +131,7 @@ void nvte_ep_host_set_pageable_memory(int on);
 /**
  * Says for whom the calling thread calls NCCL EP: reports of the contract checker name that function and its arguments,
  * those of work that is queued meanwhile too. `names` is `FUNCTION NAME=OWN NAME=OWN ...`, with NCCL EP's name and the
- * caller's of each argument; null ends it.
+ * caller's of each argument; null ends it. A function whose name ends in `_bwd` computes gradients.
  *
  * The caller must ensure:
  * `names` is null or a string.

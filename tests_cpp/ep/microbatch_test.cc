@@ -208,6 +208,24 @@ TEST(Microbatches, PreparedAgainBeforeCombine) {
   next.Backward();
 }
 
+// Gradients go by the last prepare, whatever the forward pass went by: the library cannot tell a mistake from a
+// recomputation.
+TEST(Microbatches, PreparedAgainBeforeTheGradients) {
+  Group group(Small());
+  Layer layer(2, 8);
+  SmallStep first(group, layer, RandomRouting(EvenRows(5), 2, Experts(group), 9038), 9038);
+  SmallStep next(group, layer, RandomRouting(EvenRows(5), 2, Experts(group), 9039), 9039);
+  first.Forward();
+  next.Prepare();
+  next.Backward();
+  // Between the two gradients, too.
+  first.Forward();
+  first.CombineBwd();
+  next.Prepare();
+  next.DispatchBwd();
+  next.CheckDispatchBwd();
+}
+
 // What a framework does that computes a forward step again: all of it, or the routing alone.
 TEST(Microbatches, RecomputedSteps) {
   Group group(Small());

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use nvte_ep_bindings::*;
 
+use crate::caller;
 use crate::channel::{Channel, Offer, PIECE_BYTES};
 use crate::check;
 use crate::dtype::{self, TokenType};
@@ -177,7 +178,7 @@ impl Combine {
         let arrivals = Arrivals::read(&self.handle, FUNCTION)?;
         self.check(&arrivals)?;
         let mut header = RoutingHeader::read(&self.handle.memory);
-        let sound = header.combine(FUNCTION, self.weights.is_none());
+        let sound = header.combine(FUNCTION, caller::is_forward(self.weights.is_none()));
         header.write(&self.handle.memory);
         sound?;
         let what = header.name(&self.what);

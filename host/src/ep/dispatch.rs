@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use nvte_ep_bindings::*;
 
+use crate::caller;
 use crate::channel::{Channel, PIECE_BYTES};
 use crate::check;
 use crate::dtype::{self, TokenType};
@@ -285,7 +286,7 @@ impl Dispatch {
         let arrivals = Arrivals::read(&self.handle, FUNCTION)?;
         self.check_written()?;
         let mut header = RoutingHeader::read(&self.handle.memory);
-        header.dispatch(self.weights.is_some());
+        header.dispatch(FUNCTION, caller::is_forward(self.weights.is_some()));
         header.write(&self.handle.memory);
         let what = header.name(&self.what);
         let capacity = if group.eager { arrivals.total() } else { group.capacity };
