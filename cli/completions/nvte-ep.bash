@@ -67,7 +67,7 @@ _nvte__ep() {
             return 0
             ;;
         nvte__subcmd__ep__subcmd__bench)
-            opts="-n -v -h --np --nproc-per-node --ranks --tokens --hidden --top-k --experts --align --seed --runtime --max-sms --json --timeout --verbose --iterations --transfer --help"
+            opts="-n -v -h --np --nproc-per-node --ranks --tokens --hidden --top-k --experts --max-sms --dtype --routing --routing-file --iterations --rounds --transfer --graph --against --link-gb-per-s --csv --align --seed --runtime --json --timeout --verbose --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -105,6 +105,42 @@ _nvte__ep() {
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
+                --max-sms)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --dtype)
+                    COMPREPLY=($(compgen -W "bf16 f16 f32 mxfp8" -- "${cur}"))
+                    return 0
+                    ;;
+                --routing)
+                    COMPREPLY=($(compgen -W "uniform zipf hot file" -- "${cur}"))
+                    return 0
+                    ;;
+                --routing-file)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --iterations)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --rounds)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --transfer)
+                    COMPREPLY=($(compgen -W "both staged zero-copy" -- "${cur}"))
+                    return 0
+                    ;;
+                --against)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --link-gb-per-s)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
                 --align)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
@@ -117,20 +153,8 @@ _nvte__ep() {
                     COMPREPLY=($(compgen -W "auto cuda host" -- "${cur}"))
                     return 0
                     ;;
-                --max-sms)
-                    COMPREPLY=($(compgen -f "${cur}"))
-                    return 0
-                    ;;
                 --timeout)
                     COMPREPLY=($(compgen -f "${cur}"))
-                    return 0
-                    ;;
-                --iterations)
-                    COMPREPLY=($(compgen -f "${cur}"))
-                    return 0
-                    ;;
-                --transfer)
-                    COMPREPLY=($(compgen -W "both staged zero-copy" -- "${cur}"))
                     return 0
                     ;;
                 *)
@@ -285,7 +309,7 @@ _nvte__ep() {
             return 0
             ;;
         nvte__subcmd__ep__subcmd__run)
-            opts="-n -v -h --np --nproc-per-node --ranks --tokens --hidden --top-k --experts --align --seed --runtime --max-sms --json --timeout --verbose --dtype --steps --expert-dim --digest --help"
+            opts="-n -v -h --np --nproc-per-node --ranks --tokens --hidden --top-k --experts --max-sms --align --seed --runtime --json --timeout --verbose --dtype --steps --expert-dim --digest --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -323,6 +347,10 @@ _nvte__ep() {
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
+                --max-sms)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
                 --align)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
@@ -333,10 +361,6 @@ _nvte__ep() {
                     ;;
                 --runtime)
                     COMPREPLY=($(compgen -W "auto cuda host" -- "${cur}"))
-                    return 0
-                    ;;
-                --max-sms)
-                    COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
                 --timeout)

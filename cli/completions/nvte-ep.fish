@@ -27,7 +27,7 @@ end
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -s h -l help -d 'Print help'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -s V -l version -d 'Print version'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "run" -d 'Run a mixture-of-experts layer, forward and backward, and check every output against a reference'
-complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "bench" -d 'Time staged against zero-copy groups, in bfloat16 and MXFP8, with the device memory that each takes, and check that both give the same bits'
+complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "bench" -d 'Time every call on the device and on the host: staged against zero-copy groups, one library against another, over sweeps of shapes, with the device memory that a group takes'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "launch" -d 'Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "doctor" -d 'Look at what this machine has for expert parallelism, and say what is missing and what to do about it'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "help" -d 'Print this message or the help of the given subcommand(s)'
@@ -36,12 +36,12 @@ complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l tokens -d 'Most 
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l hidden -d 'Elements of a token' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l top-k -d 'Experts of a token' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l experts -d 'Experts over all ranks' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l max-sms -d 'Streaming multiprocessors that a rank\'s communication may use [default: the library\'s choice, shared out where ranks share a GPU]' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l align -d 'Every expert\'s received rows are padded to a multiple of this many; 0 or 1 = no padding' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l seed -d 'Seed of routing, tokens, gradients and experts' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l runtime -d 'Where to run' -r -f -a "auto\t'NVTE_EP_RUNTIME if set; else cuda where there is a fit GPU; else host'
 cuda\t'GPUs, through CUDA, NCCL and NCCL EP'
 host\t'The host runtime: no GPU needed'"
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l max-sms -d 'Streaming multiprocessors that a rank\'s communication may use [default: the library\'s choice, shared out where ranks share a GPU]' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l timeout -d 'Seconds after which the whole run is ended as failed' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l dtype -d 'Data type of tokens' -r -f -a "bf16\t'bfloat16'
 f16\t'IEEE 754 binary16'
@@ -52,22 +52,36 @@ complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l json -d 'Print m
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -s v -l verbose -d 'Pass on what the ranks print themselves (started ranks only)'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l digest -d 'Also print a hash of every output, by step and rank, to compare runs bit by bit'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -s h -l help -d 'Print help (see more with \'--help\')'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -s n -l ranks -l np -l nproc-per-node -d 'Ranks to start [default: 4; under a launcher, as many as it started]' -r
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l tokens -d 'Most tokens a rank sends in one step' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -s n -l ranks -l np -l nproc-per-node -d 'Ranks to start; several numbers, one run each [default: 4; under a launcher, as many as it started]' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l tokens -d 'Tokens of a rank' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l hidden -d 'Elements of a token' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l top-k -d 'Experts of a token' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l experts -d 'Experts over all ranks' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l max-sms -d 'Streaming multiprocessors that a rank\'s communication may use [default: the library\'s choice, shared out where ranks share a GPU]' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l dtype -d 'Type of the rows that are dispatched. Combined are bf16 for mxfp8, else the same' -r -f -a "bf16\t'bfloat16'
+f16\t'IEEE 754 binary16'
+f32\t'IEEE 754 binary32'
+mxfp8\t'8-bit floats (E4M3) with a scale for each 32'"
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l routing -d 'Who sends to whom' -r -f -a "uniform\t'Every expert is as likely as any other'
+zipf\t'An expert is as likely as one over its place in a shuffled order'
+hot\t'One expert is in every token\'s choice, the others are as likely as each other'
+file\t'As recorded in the file of --routing-file'"
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l routing-file -d 'Recorded indices for --routing file: a line a token, the experts\' numbers between commas or blanks' -r -F
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l iterations -d 'Timed iterations of a round, after three that are not' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l rounds -d 'Rounds, in which the groups take turns, each made anew [default: 1; with --against 3]' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l transfer -d 'Which groups' -r -f -a "both\t'One after the other'
+staged\t'Staged ones only'
+zero-copy\t'Zero-copy ones only'"
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l against -d 'Another library with nvte_ep_* functions, of either ABI, to be timed by turns with this one' -r -F
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l link-gb-per-s -d 'What a GPU\'s links carry in one direction, in gigabytes a second: what is sent to other ranks is told as a share of it' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l align -d 'Every expert\'s received rows are padded to a multiple of this many; 0 or 1 = no padding' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l seed -d 'Seed of routing, tokens, gradients and experts' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l runtime -d 'Where to run' -r -f -a "auto\t'NVTE_EP_RUNTIME if set; else cuda where there is a fit GPU; else host'
 cuda\t'GPUs, through CUDA, NCCL and NCCL EP'
 host\t'The host runtime: no GPU needed'"
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l max-sms -d 'Streaming multiprocessors that a rank\'s communication may use [default: the library\'s choice, shared out where ranks share a GPU]' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l timeout -d 'Seconds after which the whole run is ended as failed' -r
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l iterations -d 'Timed iterations, after three that are not' -r
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l transfer -d 'Which groups' -r -f -a "both\t'One after the other'
-staged\t'Staged ones only'
-zero-copy\t'Zero-copy ones only'"
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l graph -d 'Time replays of CUDA graphs, one for each call, instead of the calls'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l csv -d 'Print a line of comma-separated values for each case, group and call'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l json -d 'Print machine-readable results instead of tables'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -s v -l verbose -d 'Pass on what the ranks print themselves (started ranks only)'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -s h -l help -d 'Print help (see more with \'--help\')'
@@ -83,7 +97,7 @@ complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand doctor" -l run -d 'Also 
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand doctor" -l json -d 'Print machine-readable results; docs/doctor.md has their form'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand doctor" -s h -l help -d 'Print help (see more with \'--help\')'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor help" -f -a "run" -d 'Run a mixture-of-experts layer, forward and backward, and check every output against a reference'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor help" -f -a "bench" -d 'Time staged against zero-copy groups, in bfloat16 and MXFP8, with the device memory that each takes, and check that both give the same bits'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor help" -f -a "bench" -d 'Time every call on the device and on the host: staged against zero-copy groups, one library against another, over sweeps of shapes, with the device memory that a group takes'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor help" -f -a "launch" -d 'Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor help" -f -a "doctor" -d 'Look at what this machine has for expert parallelism, and say what is missing and what to do about it'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor help" -f -a "help" -d 'Print this message or the help of the given subcommand(s)'

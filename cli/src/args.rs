@@ -1,9 +1,12 @@
 //! The command line and the rules it has to obey before anything starts.
 
+use crate::bench::traffic::Kind;
+use crate::bench::{Case, RowType};
 use crate::element::Dtype;
 use crate::routing::Problem;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
+use std::path::PathBuf;
 
 /// Expert-parallel dispatch and combine: run it and check it.
 #[derive(Debug, Parser)]
@@ -16,6 +19,7 @@ pub struct Cli {
 
 /// The subcommands.
 #[derive(Debug, Subcommand)]
+#[allow(clippy::large_enum_variant, reason = "there is one, and clap makes it")]
 pub enum Command {
     #[command(flatten)]
     Job(Job),
@@ -42,12 +46,14 @@ pub enum Job {
     /// and uneven, with masked entries. Exit code 0: all checks passed; 1: something differed or failed; 2: the
     /// arguments cannot be run.
     Run(RunArgs),
-    /// Time staged against zero-copy groups, in bfloat16 and MXFP8, with the device memory that each takes, and check that
-    /// both give the same bits.
+    /// Time every call on the device and on the host: staged against zero-copy groups, one library against another, over sweeps
+    /// of shapes, with the device memory that a group takes.
     ///
-    /// Medians over the iterations, of the slowest rank. The routing is uniform, the receive buffers fit it. Memory is
-    /// what the driver says was allocated by making the group and running steps, beside what the library predicts; not
-    /// measured on the host runtime. Exit codes as of run.
+    /// Medians and 99 % quantiles over the iterations, of the slowest rank; all ranks begin each call together. Every rank has
+    /// as many tokens, and the receive buffers fit the routing. GB/s are rows x bytes of a row, of the rank that receives most
+    /// rows, without padding; "of copy" is their share of what the device copies from memory to memory with all ranks at once.
+    /// Memory is what the driver says was allocated by making the group and running steps, beside what the library predicts; not
+    /// measured on the host runtime. The groups of one library have to give the same bits. Exit codes as of run.
     Bench(BenchArgs),
 }
 
@@ -144,6 +150,29 @@ pub enum RuntimeArg {
 /// What every subcommand that starts ranks takes.
 #[derive(Debug, Clone, Args)]
 pub struct SharedArgs {
+    /// Every expert's received rows are padded to a multiple of this many; 0 or 1 = no padding.
+    #[arg(long, value_name = "A", default_value_t = 16)]
+    pub align: usize,
+    /// Seed of routing, tokens, gradients and experts.
+    #[arg(long, value_name = "X", default_value_t = 1)]
+    pub seed: u64,
+    /// Where to run.
+    #[arg(long, value_enum, default_value_t = RuntimeArg::Auto)]
+    pub runtime: RuntimeArg,
+    /// Print machine-readable results instead of tables.
+    #[arg(long)]
+    pub json: bool,
+    /// Seconds after which the whole run is ended as failed.
+    #[arg(long, value_name = "S", default_value_t = 600)]
+    pub timeout: u64,
+    /// Pass on what the ranks print themselves (started ranks only).
+    #[arg(long, short)]
+    pub verbose: bool,
+}
+
+/// The arguments of `run`.
+#[derive(Debug, Clone, Args)]
+pub struct RunArgs {
     /// Ranks to start [default: 4; under a launcher, as many as it started].
     #[arg(short = 'n', long, value_name = "N", visible_aliases = ["np", "nproc-per-node"], alias = "nproc_per_node")]
     pub ranks: Option<usize>,
@@ -159,33 +188,10 @@ pub struct SharedArgs {
     /// Experts over all ranks.
     #[arg(long, value_name = "E", default_value_t = 16)]
     pub experts: usize,
-    /// Every expert's received rows are padded to a multiple of this many; 0 or 1 = no padding.
-    #[arg(long, value_name = "A", default_value_t = 16)]
-    pub align: usize,
-    /// Seed of routing, tokens, gradients and experts.
-    #[arg(long, value_name = "X", default_value_t = 1)]
-    pub seed: u64,
-    /// Where to run.
-    #[arg(long, value_enum, default_value_t = RuntimeArg::Auto)]
-    pub runtime: RuntimeArg,
     /// Streaming multiprocessors that a rank's communication may use [default: the library's choice, shared out where
     /// ranks share a GPU].
     #[arg(long, value_name = "N")]
     pub max_sms: Option<usize>,
-    /// Print machine-readable results instead of tables.
-    #[arg(long)]
-    pub json: bool,
-    /// Seconds after which the whole run is ended as failed.
-    #[arg(long, value_name = "S", default_value_t = 600)]
-    pub timeout: u64,
-    /// Pass on what the ranks print themselves (started ranks only).
-    #[arg(long, short)]
-    pub verbose: bool,
-}
-
-/// The arguments of `run`.
-#[derive(Debug, Clone, Args)]
-pub struct RunArgs {
     /// The shared ones.
     #[command(flatten)]
     pub shared: SharedArgs,
@@ -214,18 +220,62 @@ pub enum TransferArg {
     ZeroCopy,
 }
 
-/// The arguments of `bench`.
+/// The arguments of `bench`. Those that take a list make a case of every combination.
 #[derive(Debug, Clone, Args)]
 pub struct BenchArgs {
-    /// The shared ones.
-    #[command(flatten)]
-    pub shared: SharedArgs,
-    /// Timed iterations, after three that are not.
+    /// Ranks to start; several numbers, one run each [default: 4; under a launcher, as many as it started].
+    #[arg(short = 'n', long, value_name = "N,..", value_delimiter = ',')]
+    #[arg(visible_aliases = ["np", "nproc-per-node"], alias = "nproc_per_node")]
+    pub ranks: Vec<usize>,
+    /// Tokens of a rank.
+    #[arg(long, value_name = "T,..", value_delimiter = ',', default_value = "512")]
+    pub tokens: Vec<usize>,
+    /// Elements of a token.
+    #[arg(long, value_name = "H,..", value_delimiter = ',', default_value = "1024")]
+    pub hidden: Vec<usize>,
+    /// Experts of a token.
+    #[arg(long, value_name = "K,..", value_delimiter = ',', default_value = "4")]
+    pub top_k: Vec<usize>,
+    /// Experts over all ranks.
+    #[arg(long, value_name = "E,..", value_delimiter = ',', default_value = "16")]
+    pub experts: Vec<usize>,
+    /// Streaming multiprocessors that a rank's communication may use [default: the library's choice, shared out where
+    /// ranks share a GPU].
+    #[arg(long, value_name = "N,..", value_delimiter = ',')]
+    pub max_sms: Vec<usize>,
+    /// Type of the rows that are dispatched. Combined are bf16 for mxfp8, else the same.
+    #[arg(long, value_enum, value_name = "TYPE,..", value_delimiter = ',', default_value = "bf16")]
+    pub dtype: Vec<RowType>,
+    /// Who sends to whom.
+    #[arg(long, value_enum, value_name = "KIND,..", value_delimiter = ',', default_value = "uniform")]
+    pub routing: Vec<Kind>,
+    /// Recorded indices for --routing file: a line a token, the experts' numbers between commas or blanks.
+    #[arg(long, value_name = "FILE")]
+    pub routing_file: Option<PathBuf>,
+    /// Timed iterations of a round, after three that are not.
     #[arg(long, value_name = "N", default_value_t = 20)]
     pub iterations: usize,
+    /// Rounds, in which the groups take turns, each made anew [default: 1; with --against 3].
+    #[arg(long, value_name = "N")]
+    pub rounds: Option<usize>,
     /// Which groups.
     #[arg(long, value_enum, default_value_t = TransferArg::Both)]
     pub transfer: TransferArg,
+    /// Time replays of CUDA graphs, one for each call, instead of the calls.
+    #[arg(long)]
+    pub graph: bool,
+    /// Another library with nvte_ep_* functions, of either ABI, to be timed by turns with this one.
+    #[arg(long, value_name = "LIB")]
+    pub against: Option<PathBuf>,
+    /// What a GPU's links carry in one direction, in gigabytes a second: what is sent to other ranks is told as a share of it.
+    #[arg(long, value_name = "GB/S")]
+    pub link_gb_per_s: Option<f64>,
+    /// Print a line of comma-separated values for each case, group and call.
+    #[arg(long, conflicts_with = "json")]
+    pub csv: bool,
+    /// The shared ones.
+    #[command(flatten)]
+    pub shared: SharedArgs,
 }
 
 impl Job {
@@ -245,11 +295,33 @@ impl Job {
         }
     }
 
-    /// The layer and its steps, if the arguments agree with each other; else what to change.
-    pub fn problem(&self, ranks: usize) -> Result<Problem, String> {
+    /// The numbers of ranks that are asked for, of each a run; none where the launcher or the default decides.
+    pub fn ranks(&self) -> Vec<usize> {
         match self {
-            Self::Run(args) => args.problem(ranks),
-            Self::Bench(args) => args.problem(ranks),
+            Self::Run(args) => args.ranks.into_iter().collect(),
+            Self::Bench(args) => args.ranks.clone(),
+        }
+    }
+
+    /// SM caps that are asked for.
+    pub fn max_sms(&self) -> Vec<usize> {
+        match self {
+            Self::Run(args) => args.max_sms.into_iter().collect(),
+            Self::Bench(args) => args.max_sms.clone(),
+        }
+    }
+
+    /// The first layer that is run and how often a step is in all, if the arguments agree with each other; else what to
+    /// change.
+    pub fn problem(&self, ranks: usize) -> Result<(Problem, usize), String> {
+        match self {
+            Self::Run(args) => args.problem(ranks).map(|problem| (problem.clone(), problem.steps)),
+            Self::Bench(args) => {
+                let cases = args.cases(ranks)?;
+                let steps = cases.len() * args.iterations;
+                let first = cases.into_iter().next().ok_or("every list must name something")?;
+                Ok((first.problem, steps))
+            }
         }
     }
 }
@@ -267,11 +339,23 @@ fn positive(name: &str, value: usize, limit: usize) -> Result<(), String> {
     Err(format!("{name} must be 1 to {limit}, got {value}"))
 }
 
+/// What makes a layer.
+struct Shape {
+    ranks: usize,
+    tokens: usize,
+    hidden: usize,
+    top_k: usize,
+    experts: usize,
+    max_sms: Option<usize>,
+}
+
 impl RunArgs {
     fn problem(&self, ranks: usize) -> Result<Problem, String> {
         positive("--steps", self.steps, 1_000_000)?;
         positive("--expert-dim", self.expert_dim, 1024)?;
-        let problem = self.shared.problem(ranks, self.dtype)?;
+        let Self { tokens, hidden, top_k, experts, max_sms, .. } = *self;
+        let problem =
+            self.shared.problem(&Shape { ranks, tokens, hidden, top_k, experts, max_sms }, self.dtype.bytes())?;
         Ok(Problem { steps: self.steps, expert_dim: self.expert_dim, ..problem })
     }
 }
@@ -280,63 +364,95 @@ impl RunArgs {
 const MXFP8_UNIT: usize = 512;
 
 impl BenchArgs {
-    fn problem(&self, ranks: usize) -> Result<Problem, String> {
+    /// Rounds in which the groups take turns.
+    pub fn rounds(&self) -> usize {
+        self.rounds.unwrap_or(if self.against.is_some() { 3 } else { 1 })
+    }
+
+    /// Every combination of the lists, if the arguments agree with each other; else what to change.
+    pub fn cases(&self, ranks: usize) -> Result<Vec<Case>, String> {
         positive("--iterations", self.iterations, 1_000_000)?;
-        if !self.shared.hidden.is_multiple_of(MXFP8_UNIT) {
-            let hidden = self.shared.hidden;
-            return Err(format!("--hidden must be a multiple of {MXFP8_UNIT} (MXFP8 scale rows), got {hidden}"));
+        positive("--rounds", self.rounds(), 1000)?;
+        if self.link_gb_per_s.is_some_and(|link| !(link > 0.0 && link.is_finite())) {
+            return Err("--link-gb-per-s must be more than 0".into());
         }
-        Ok(Problem { steps: self.iterations, ..self.shared.problem(ranks, Dtype::Bf16)? })
+        if self.routing.contains(&Kind::File) != self.routing_file.is_some() {
+            return Err("--routing file and --routing-file go together".into());
+        }
+        // The last list varies fastest.
+        let mut cases = Vec::new();
+        let all_sms: Vec<Option<usize>> =
+            if self.max_sms.is_empty() { vec![None] } else { self.max_sms.iter().copied().map(Some).collect() };
+        for &hidden in &self.hidden {
+            for &top_k in &self.top_k {
+                for &experts in &self.experts {
+                    for &max_sms in &all_sms {
+                        for &dtype in &self.dtype {
+                            for &routing in &self.routing {
+                                for &tokens in &self.tokens {
+                                    let shape = Shape { ranks, tokens, hidden, top_k, experts, max_sms };
+                                    cases.push(self.case(&shape, dtype, routing)?);
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        Ok(cases)
+    }
+
+    fn case(&self, shape: &Shape, dtype: RowType, routing: Kind) -> Result<Case, String> {
+        let hidden = shape.hidden;
+        if dtype == RowType::Mxfp8 && !hidden.is_multiple_of(MXFP8_UNIT) {
+            return Err(format!(
+                "--hidden must be a multiple of {MXFP8_UNIT} for mxfp8 (its scale rows), got {hidden}"
+            ));
+        }
+        let problem = self.shared.problem(shape, dtype.combined_bytes(1))?;
+        Ok(Case { problem: Problem { steps: self.iterations, ..problem }, dtype, routing, max_sms: shape.max_sms })
     }
 }
 
 impl SharedArgs {
-    fn problem(&self, ranks: usize, dtype: Dtype) -> Result<Problem, String> {
+    fn problem(&self, shape: &Shape, element_bytes: usize) -> Result<Problem, String> {
+        let Shape { ranks, tokens, hidden, top_k, experts, max_sms } = *shape;
         positive("--ranks", ranks, 1024)?;
-        positive("--tokens", self.tokens, 1 << 20)?;
-        positive("--hidden", self.hidden, 1 << 20)?;
-        positive("--experts", self.experts, 1 << 16)?;
-        positive("--top-k", self.top_k, 32)?;
+        positive("--tokens", tokens, 1 << 20)?;
+        positive("--hidden", hidden, 1 << 20)?;
+        positive("--experts", experts, 1 << 16)?;
+        positive("--top-k", top_k, 32)?;
         if !(1..=MOST_SECONDS).contains(&self.timeout) {
             return Err(format!("--timeout must be 1 to {MOST_SECONDS} seconds, got {}", self.timeout));
         }
-        if !self.experts.is_multiple_of(ranks) {
-            return Err(format!("--experts must be a multiple of the {ranks} ranks, got {}", self.experts));
+        if !experts.is_multiple_of(ranks) {
+            return Err(format!("--experts must be a multiple of the {ranks} ranks, got {experts}"));
         }
-        if !self.experts.is_multiple_of(4) {
-            return Err(format!("--experts must be a multiple of 4 (NCCL EP's routing map), got {}", self.experts));
+        if !experts.is_multiple_of(4) {
+            return Err(format!("--experts must be a multiple of 4 (NCCL EP's routing map), got {experts}"));
         }
-        if self.experts / ranks > 256 {
-            let found = self.experts / ranks;
+        if experts / ranks > 256 {
+            let found = experts / ranks;
             return Err(format!("--experts must be at most 256 a rank (NCCL EP's limit), got {found} a rank"));
         }
-        if self.top_k > self.experts {
-            return Err(format!("--top-k must be at most the {} experts, got {}", self.experts, self.top_k));
+        if top_k > experts {
+            return Err(format!("--top-k must be at most the {experts} experts, got {top_k}"));
         }
-        if !self.hidden.is_multiple_of(8) {
-            return Err(format!("--hidden must be a multiple of 8 (combine's vector width), got {}", self.hidden));
+        if !hidden.is_multiple_of(8) {
+            return Err(format!("--hidden must be a multiple of 8 (combine's vector width), got {hidden}"));
         }
-        let row = self.hidden * dtype.bytes();
+        let row = hidden * element_bytes;
         if !row.is_multiple_of(16) {
-            return Err(format!("a token must be a multiple of 16 bytes, but --hidden {} makes {row}", self.hidden));
+            return Err(format!("a token must be a multiple of 16 bytes, but --hidden {hidden} makes {row}"));
         }
         if self.align > 1 && !(self.align.is_power_of_two() && self.align <= 1 << 16) {
             return Err(format!("--align must be 0 or a power of two up to 65536, got {}", self.align));
         }
-        if self.max_sms.is_some_and(|sms| !(1..=1024).contains(&sms)) {
+        if max_sms.is_some_and(|sms| !(1..=1024).contains(&sms)) {
             return Err("--max-sms must be 1 to 1024; leave it out for the automatic choice".into());
         }
-        Ok(Problem {
-            ranks,
-            tokens: self.tokens,
-            hidden: self.hidden,
-            top_k: self.top_k,
-            experts: self.experts,
-            align: self.align,
-            steps: 1,
-            seed: self.seed,
-            expert_dim: 1,
-        })
+        let (align, seed) = (self.align, self.seed);
+        Ok(Problem { ranks, tokens, hidden, top_k, experts, align, steps: 1, seed, expert_dim: 1 })
     }
 }
 
@@ -359,7 +475,7 @@ mod tests {
     #[test]
     fn definition_is_sound_and_defaults_run() {
         Cli::command().debug_assert();
-        let problem = parse(&[]).problem(DEFAULT_RANKS).unwrap();
+        let (problem, _) = parse(&[]).problem(DEFAULT_RANKS).unwrap();
         assert_eq!((problem.tokens, problem.hidden, problem.experts, problem.steps), (512, 1024, 16, 3));
     }
 
@@ -391,11 +507,37 @@ mod tests {
     #[test]
     fn bench_has_rules_of_its_own() {
         let bench = |extra: &[&str]| job("bench", extra).problem(4);
-        assert_eq!(bench(&[]).unwrap().steps, 20);
-        let text = "--hidden must be a multiple of 512 (MXFP8 scale rows), got 1032";
-        assert_eq!(bench(&["--hidden", "1032"]).unwrap_err(), text);
-        assert_eq!(bench(&["--iterations", "0"]).unwrap_err(), "--iterations must be 1 to 1000000, got 0");
-        assert!(bench(&["--experts", "18"]).unwrap_err().starts_with("--experts must be a multiple of the 4 ranks"));
+        assert_eq!(bench(&[]).unwrap().1, 20);
+        assert_eq!(bench(&["--hidden", "1032"]).unwrap().1, 20);
+        for (extra, text) in [
+            (
+                &["--hidden", "1032", "--dtype", "bf16,mxfp8"][..],
+                "--hidden must be a multiple of 512 for mxfp8 (its scale rows), got 1032",
+            ),
+            (&["--iterations", "0"], "--iterations must be 1 to 1000000, got 0"),
+            (&["--rounds", "0"], "--rounds must be 1 to 1000, got 0"),
+            (&["--experts", "16,18"], "--experts must be a multiple of the 4 ranks, got 18"),
+            (&["--routing", "file"], "--routing file and --routing-file go together"),
+            (&["--routing-file", "x"], "--routing file and --routing-file go together"),
+            (&["--link-gb-per-s", "0"], "--link-gb-per-s must be more than 0"),
+            (&["--max-sms", "16,0"], "--max-sms must be 1 to 1024; leave it out for the automatic choice"),
+        ] {
+            assert_eq!(bench(extra).unwrap_err(), text);
+        }
+    }
+
+    #[test]
+    fn a_sweep_has_a_case_of_every_combination() {
+        let words =
+            ["--tokens", "64,128", "--top-k", "2,4", "--dtype", "bf16,f32", "--max-sms", "8", "--routing", "zipf,hot"];
+        let Job::Bench(args) = job("bench", &words) else { panic!() };
+        let cases = args.cases(2).unwrap();
+        assert_eq!(cases.len(), 16);
+        let [first, second, last] = [0, 1, 15].map(|at| &cases[at]);
+        assert_eq!((first.problem.tokens, second.problem.tokens, last.problem.tokens), (64, 128, 128));
+        assert_eq!((first.dtype, last.dtype), (RowType::Bf16, RowType::F32));
+        assert_eq!((first.routing, last.routing, last.max_sms), (Kind::Zipf, Kind::Hot, Some(8)));
+        assert_eq!((args.rounds(), job("bench", &words).problem(2).unwrap().1), (1, 16 * 20));
     }
 
     #[test]
@@ -416,7 +558,7 @@ mod tests {
         }
         let words = ["nvte-ep", "run", "--json", "-np", "2"].map(OsString::from);
         let Command::Job(job) = Cli::try_parse_from(normalized(words.into_iter())).unwrap().command else { panic!() };
-        assert_eq!(job.shared().ranks, Some(2));
+        assert_eq!(job.ranks(), [2]);
     }
 
     #[test]

@@ -7,6 +7,7 @@ use nvte_ep_core::env::Env;
 use nvte_ep_core::sys::cuda::{DeviceFacts, Stream};
 use nvte_ep_core::sys::{self, Base};
 use std::ffi::c_int;
+use std::time::Instant;
 
 /// Bytes of a communicator's unique id.
 pub const ID_BYTES: usize = size_of::<b::ncclUniqueId>();
@@ -27,7 +28,8 @@ pub struct Device {
     end: b::CUevent,
 }
 
-/// Device memory. It lives as long as the process, which does one run: freeing could wait for a stream that is stuck.
+/// Device memory. Unless [`Device::free`] ends it, it lives as long as the process, which does one run: freeing could wait for a
+/// stream that is stuck.
 #[derive(Debug, Clone, Copy)]
 pub struct Memory {
     /// Its first address.
@@ -88,6 +90,12 @@ impl Device {
         Ok(Memory { address, bytes })
     }
 
+    /// Frees memory that nothing queued uses any more.
+    pub fn free(&self, memory: Memory) -> Outcome<()> {
+        // SAFETY: it was allocated above, and the caller vouches for what is queued.
+        Ok(self.base.cuda.check("cuMemFree_v2", unsafe { (self.base.cuda.cuMemFree_v2)(memory.address) })?)
+    }
+
     /// Copies `data` to byte `offset` of the memory, and waits.
     pub fn upload<T: Plain>(&self, memory: &Memory, offset: usize, data: &[T]) -> Outcome<()> {
         let bytes = size_of_val(data);
@@ -141,10 +149,17 @@ impl Device {
 
     /// Runs `call`, which queues work on the stream; waits for it and returns how many milliseconds it took.
     pub fn timed(&self, call: impl FnOnce() -> Outcome<()>) -> Outcome<f64> {
+        Ok(self.timed_both(call)?.0)
+    }
+
+    /// The same, and for how many milliseconds the call kept this thread.
+    pub fn timed_both(&self, call: impl FnOnce() -> Outcome<()>) -> Outcome<(f64, f64)> {
         let cuda = &self.base.cuda;
         // SAFETY: event and stream are live.
         cuda.check("cuEventRecord", unsafe { (cuda.cuEventRecord)(self.start, self.stream()) })?;
+        let begin = Instant::now();
         call()?;
+        let host = begin.elapsed();
         // SAFETY: as above.
         cuda.check("cuEventRecord", unsafe { (cuda.cuEventRecord)(self.end, self.stream()) })?;
         self.synchronize()?;
@@ -152,7 +167,7 @@ impl Device {
         // SAFETY: both events were recorded and have passed; `milliseconds` is live.
         let code = unsafe { (cuda.cuEventElapsedTime_v2)(&raw mut milliseconds, self.start, self.end) };
         cuda.check("cuEventElapsedTime_v2", code)?;
-        Ok(f64::from(milliseconds))
+        Ok((f64::from(milliseconds), host.as_secs_f64() * 1e3))
     }
 }
 

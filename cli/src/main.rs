@@ -34,7 +34,9 @@ mod session;
 mod step;
 mod supervise;
 
-use args::{Cli, Command, Job};
+use args::{BenchArgs, Cli, Command, Job, RunArgs};
+use bench::report::{BenchReport, CaseResult, CaseTimes, Machine, SCHEMA};
+use bench::traffic::{self, Recorded, Traffic};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
 use element::Dtype;
@@ -44,7 +46,7 @@ use nvte_ep_core::env::RuntimeKind;
 use nvte_ep_core::error::Error;
 use progress::Progress;
 use rendezvous::Rendezvous;
-use report::{RankReport, RunReport};
+use report::{Head, RankReport, RunReport};
 use routing::Problem;
 use runtime::{Choice, Plan};
 use std::fmt;
@@ -153,16 +155,20 @@ fn refuse(subcommand: &str, error: &str) -> ! {
     named.map_or_else(|| std::process::exit(2), |error| error.exit())
 }
 
-/// The layer, the runtime and what it takes, or a refusal.
-fn prepare(command: &Job, ranks: usize) -> (Problem, Choice, Plan) {
+/// The first layer, the steps in all, the runtime and what it takes, or a refusal.
+fn prepare(command: &Job, ranks: usize) -> (Problem, usize, Choice, Plan) {
     let shared = command.shared();
-    let problem = command.problem(ranks).unwrap_or_else(|error| refuse(command.name(), &error));
+    let (problem, steps) = command.problem(ranks).unwrap_or_else(|error| refuse(command.name(), &error));
     let variable = std::env::var(runtime::RUNTIME_VARIABLE).ok();
     let choice = runtime::choose(shared.runtime, variable.as_deref(), runtime::probe)
         .unwrap_or_else(|error| refuse(command.name(), &error));
-    let plan = runtime::plan(&choice, ranks, shared.max_sms, runtime::mps_runs())
-        .unwrap_or_else(|error| refuse(command.name(), &error));
-    (problem, choice, plan)
+    let caps = command.max_sms();
+    let plan = |cap: Option<usize>| {
+        runtime::plan(&choice, ranks, cap, runtime::mps_runs()).unwrap_or_else(|error| refuse(command.name(), &error))
+    };
+    let first = plan(caps.first().copied());
+    caps.iter().skip(1).for_each(|&cap| drop(plan(Some(cap))));
+    (problem, steps, choice, first)
 }
 
 /// The variables that ranks get: the runtime's name, and the plan's unless the user set them.
@@ -172,28 +178,44 @@ fn variables(choice: &Choice, plan: &Plan) -> Vec<(String, String)> {
     std::iter::once(&runtime).chain(unset).map(|(name, value)| ((*name).into(), (*value).into())).collect()
 }
 
+/// What the ranks of one number of them reported, and what they ran with.
+struct Reported {
+    problem: Problem,
+    choice: Choice,
+    plan: Plan,
+    ranks: Vec<RankReport>,
+}
+
 /// Starts ranks, waits for them and prints.
 fn parent(command: &Job) -> Outcome<ExitCode> {
     let shared = command.shared();
-    let ranks = shared.ranks.unwrap_or(args::DEFAULT_RANKS);
-    let (problem, choice, plan) = prepare(command, ranks);
-    announce(&choice, &plan);
-    let start = Start {
-        ranks,
-        steps: problem.steps,
-        max_sms: plan.max_sms,
-        variables: variables(&choice, &plan),
-        timeout: Duration::from_secs(shared.timeout),
-        verbose: shared.verbose,
-    };
-    match supervise::supervise(&start)? {
-        Ok(reports) => print(command, problem, &choice, &plan, reports),
-        Err(signal) => {
-            let signal = signal.as_raw();
-            eprintln!("nvte-ep {}: ended by signal {signal}", command.name());
-            Ok(ExitCode::from(process::Ending::Signal(signal).exit_code()))
+    let mut numbers = command.ranks();
+    if numbers.is_empty() {
+        numbers.push(args::DEFAULT_RANKS);
+    }
+    // All are looked at before the first one starts.
+    let prepared: Vec<_> = numbers.into_iter().map(|ranks| (ranks, prepare(command, ranks))).collect();
+    let mut reported = Vec::new();
+    for (ranks, (problem, steps, choice, plan)) in prepared {
+        announce(&choice, &plan);
+        let start = Start {
+            ranks,
+            steps,
+            max_sms: plan.max_sms,
+            variables: variables(&choice, &plan),
+            timeout: Duration::from_secs(shared.timeout),
+            verbose: shared.verbose,
+        };
+        match supervise::supervise(&start)? {
+            Ok(ranks) => reported.push(Reported { problem, choice, plan, ranks }),
+            Err(signal) => {
+                let signal = signal.as_raw();
+                eprintln!("nvte-ep {}: ended by signal {signal}", command.name());
+                return Ok(ExitCode::from(process::Ending::Signal(signal).exit_code()));
+            }
         }
     }
+    print(command, reported)
 }
 
 /// Tells whoever watches a terminal what is about to run; the report says it again.
@@ -205,41 +227,87 @@ fn announce(choice: &Choice, plan: &Plan) {
 }
 
 /// Prints the result; success if everything passed.
-fn print(command: &Job, problem: Problem, choice: &Choice, plan: &Plan, ranks: Vec<RankReport>) -> Outcome<ExitCode> {
-    let (fine, dtype): (&dyn Fn(&RankReport) -> bool, _) = match command {
-        Job::Run(args) => (&|rank| rank.wrong() == 0 && rank.steps.len() == problem.steps, args.dtype),
-        Job::Bench(args) => (&|rank| bench::same(rank, args.transfer), Dtype::Bf16),
+fn print(command: &Job, reported: Vec<Reported>) -> Outcome<ExitCode> {
+    let (text, passed) = match command {
+        Job::Run(args) => run_text(args, reported)?,
+        Job::Bench(args) => bench_text(args, &reported)?,
     };
-    let passed = ranks.len() == problem.ranks && ranks.iter().all(|rank| rank.error.is_none() && fine(rank));
-    let report = RunReport {
-        passed,
-        dtype: dtype.name().into(),
-        runtime: choice.kind.name().into(),
-        runtime_reason: choice.reason.clone(),
-        notes: plan.notes.clone(),
-        max_sms: plan.max_sms,
-        problem: problem.clone(),
-        ranks,
-    };
-    let json = command.shared().json;
-    let mut text = match command {
-        _ if json => serde_json::to_string_pretty(&report)?,
-        Job::Run(_) => report.text(),
-        Job::Bench(_) => report.bench_text(),
-    };
-    if json {
-        text.push('\n');
-    }
     let mut out = std::io::stdout().lock();
     let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
     written.map_err(|error| format!("cannot write to standard output: {error}"))?;
-    Ok(if report.passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// What `run` prints, and whether everything passed.
+fn run_text(args: &RunArgs, reported: Vec<Reported>) -> Outcome<(String, bool)> {
+    let Some(Reported { problem, choice, plan, ranks }) = reported.into_iter().next() else {
+        return Ok(Default::default());
+    };
+    let fine = |rank: &RankReport| rank.error.is_none() && rank.wrong() == 0 && rank.steps.len() == problem.steps;
+    let report = RunReport {
+        passed: ranks.len() == problem.ranks && ranks.iter().all(fine),
+        dtype: args.dtype.name().into(),
+        runtime: choice.kind.name().into(),
+        runtime_reason: choice.reason,
+        notes: plan.notes,
+        max_sms: plan.max_sms,
+        problem,
+        ranks,
+    };
+    let text = if args.shared.json { serde_json::to_string_pretty(&report)? + "\n" } else { report.text() };
+    Ok((text, report.passed))
+}
+
+/// What `bench` prints, and whether everything passed.
+fn bench_text(args: &BenchArgs, reported: &[Reported]) -> Outcome<(String, bool)> {
+    let Some(first) = reported.first() else { return Ok(Default::default()) };
+    let recorded = args.routing_file.as_deref().map(Recorded::read).transpose()?;
+    let (mut cases, mut passed) = (Vec::new(), true);
+    for Reported { ranks, .. } in reported {
+        let wanted = args.cases(ranks.len())?;
+        for (number, case) in wanted.iter().enumerate() {
+            let times: Vec<&CaseTimes> = ranks.iter().filter_map(|rank| rank.cases.get(number)).collect();
+            if times.len() == ranks.len() {
+                let routings = traffic::routings(&case.problem, case.routing, recorded.as_ref())?;
+                let traffic = Traffic::of(&case.problem, &routings);
+                cases.push(CaseResult::of(case, &traffic, &times, args.link_gb_per_s));
+            }
+        }
+        passed &= ranks.iter().all(|rank| rank.error.is_none() && rank.cases.len() == wanted.len());
+    }
+    passed &= cases.iter().all(|case| case.different.is_empty());
+    let all: Vec<RankReport> = reported.iter().flat_map(|run| run.ranks.clone()).collect();
+    let runtime = first.choice.kind.name();
+    let report = BenchReport {
+        schema: SCHEMA,
+        command: std::env::args().collect(),
+        version: env!("CARGO_PKG_VERSION").into(),
+        machine: Machine::of(runtime, &all),
+        graph: args.graph,
+        iterations: args.iterations,
+        rounds: args.rounds(),
+        passed,
+        errors: all.iter().filter_map(|rank| rank.error.clone()).collect(),
+        cases,
+    };
+    let text = if args.shared.json {
+        serde_json::to_string_pretty(&report)? + "\n"
+    } else if args.csv {
+        report.csv()
+    } else {
+        let head = Head { runtime, reason: &first.choice.reason, notes: &first.plan.notes, ranks: &all };
+        report.text(&head, &bench::report::verdict(&all, passed))
+    };
+    if !passed && args.csv {
+        eprint!("{}", report::failures(&all));
+    }
+    Ok((text, passed))
 }
 
 /// A rank that [`parent`] started: leaves its report and prints nothing but errors.
 fn started_rank(command: &Job, ticket: &str) -> Outcome<ExitCode> {
     let ticket: Ticket = serde_json::from_str(ticket)?;
-    let problem = command.problem(ticket.size)?;
+    let (problem, _) = command.problem(ticket.size)?;
     let progress = match ticket.rank {
         0 => Progress::file(ticket.directory.join(supervise::PROGRESS_FILE)),
         _ => Progress::silent(),
@@ -253,13 +321,13 @@ fn started_rank(command: &Job, ticket: &str) -> Outcome<ExitCode> {
 
 /// A rank that an external launcher started; rank 0 prints for all.
 fn launched_rank(command: &Job, launched: &LaunchedRank) -> Outcome<ExitCode> {
-    if command.shared().ranks.is_some_and(|ranks| ranks != launched.size) {
+    if command.ranks().iter().any(|&ranks| ranks != launched.size) {
         refuse(
             command.name(),
             &format!("{} started {} ranks: leave --ranks out or make it the same", launched.launcher, launched.size),
         );
     }
-    let (problem, choice, plan) = prepare(command, launched.size);
+    let (problem, steps, choice, plan) = prepare(command, launched.size);
     for (name, value) in variables(&choice, &plan) {
         // SAFETY: this is the only thread so far.
         unsafe { std::env::set_var(name, value) };
@@ -271,7 +339,7 @@ fn launched_rank(command: &Job, launched: &LaunchedRank) -> Outcome<ExitCode> {
     let limit = Duration::from_secs(command.shared().timeout);
     let (directory, _lock) = directory::job_directory(&launched.job)?;
     let rendezvous = Arc::new(Rendezvous::shared(directory, launched.rank, launched.size, limit));
-    let progress = Arc::new(if first { Progress::shown(problem.steps) } else { Progress::silent() });
+    let progress = Arc::new(if first { Progress::shown(steps) } else { Progress::silent() });
     let (rank, local_rank) = (launched.rank, launched.local_rank);
     let report =
         Rank { command, problem: &problem, rank, local_rank, max_sms: plan.max_sms }.run(&rendezvous, &progress)?;
@@ -285,7 +353,8 @@ fn launched_rank(command: &Job, launched: &LaunchedRank) -> Outcome<ExitCode> {
         let passed = rendezvous.conclude(None)?;
         return Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE });
     }
-    let code = print(command, problem, &choice, &plan, rendezvous.collect()?)?;
+    let ranks = rendezvous.collect()?;
+    let code = print(command, vec![Reported { problem, choice, plan, ranks }])?;
     rendezvous.conclude(Some(code == ExitCode::SUCCESS))?;
     Ok(code)
 }
@@ -314,7 +383,7 @@ impl Rank<'_> {
         };
         let mut report = RankReport { rank: self.rank, ..RankReport::default() };
         let outcome = match self.command {
-            Job::Bench(args) => bench::run(&setup, args.transfer, rendezvous, progress, &mut report),
+            Job::Bench(args) => bench::run(&setup, args, rendezvous, progress, &mut report),
             Job::Run(args) => match args.dtype {
                 Dtype::Bf16 => step::run::<bf16>(&setup, args.digest, rendezvous, progress, &mut report),
                 Dtype::F16 => step::run::<f16>(&setup, args.digest, rendezvous, progress, &mut report),

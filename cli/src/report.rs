@@ -1,5 +1,6 @@
 //! What ranks report, and how it is printed.
 
+use crate::bench::report::CaseTimes;
 use crate::compare::Comparison;
 use crate::routing::Problem;
 use serde::{Deserialize, Serialize};
@@ -64,43 +65,7 @@ pub struct RankReport {
     /// Digests, where asked for.
     pub digests: Vec<DigestLine>,
     /// What `bench` timed.
-    pub modes: Vec<ModeReport>,
-}
-
-/// The timed calls of `bench`, in order.
-pub const BENCH_CALLS: [&str; 7] =
-    ["prepare", "dispatch", "combine", "combine_bwd", "dispatch_bwd", "dispatch, MXFP8", "combine_bwd, MXFP8"];
-
-/// One kind of group as `bench` saw it on one rank.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
-pub struct ModeReport {
-    /// "staged" or "zero-copy".
-    pub transfer: String,
-    /// Median milliseconds of each of [`BENCH_CALLS`].
-    pub milliseconds: Vec<f64>,
-    /// Device memory.
-    pub memory: ModeMemory,
-    /// Hash of every output, which has to be the same for all kinds.
-    pub digests: Vec<DigestLine>,
-}
-
-/// Bytes of device memory of one rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct ModeMemory {
-    /// NCCL EP's staging, by `nvte_ep_ext_memory_usage`.
-    pub staging: u64,
-    /// Its routing map and workspace.
-    pub scratch: u64,
-    /// The layer's handle memory.
-    pub handle: u64,
-    /// The symmetric pool.
-    pub symmetric: u64,
-    /// All of these: what making the group and the layer should take.
-    pub predicted: u64,
-    /// What it took by the driver; none where that cannot be told.
-    pub measured: Option<u64>,
-    /// The exchanged payloads, which lie in the pool or, staged, in the caller's memory.
-    pub payloads: u64,
+    pub cases: Vec<CaseTimes>,
 }
 
 impl RankReport {
@@ -138,6 +103,42 @@ pub struct RunReport {
 /// The last line of a run without a difference.
 pub const PASSED: &str = "all checks passed";
 
+/// Where something ran: the first lines of a report.
+#[derive(Debug, Clone, Copy)]
+pub struct Head<'a> {
+    /// `cuda` or `host`.
+    pub runtime: &'a str,
+    /// Why that runtime, in words.
+    pub reason: &'a str,
+    /// What else the user should know.
+    pub notes: &'a [String],
+    /// The ranks.
+    pub ranks: &'a [RankReport],
+}
+
+impl Head<'_> {
+    /// The lines.
+    pub fn text(&self) -> String {
+        let mut text = format!("runtime    {}: {}\n", self.runtime, self.reason);
+        self.notes.iter().for_each(|note| text += &format!("           {note}\n"));
+        let mut devices: Vec<&str> = self.ranks.iter().map(|rank| rank.device.as_str()).collect();
+        devices.retain(|device| !device.is_empty());
+        devices.dedup();
+        if !devices.is_empty() {
+            let _ = writeln!(text, "device     {}", devices.join(", "));
+        }
+        if let Some(first) = self.ranks.iter().find(|rank| !rank.nccl.is_empty()) {
+            let _ = writeln!(text, "library    {} ({})", first.library, first.library_path);
+            let _ = write!(text, "nccl       {}", first.nccl);
+            let _ = match &first.nccl_ep_path {
+                Some(path) => writeln!(text, ", NCCL EP from {path}"),
+                None => writeln!(text),
+            };
+        }
+        text
+    }
+}
+
 impl RunReport {
     /// All comparisons of all ranks, by output.
     fn outputs(&self) -> Vec<Comparison> {
@@ -173,7 +174,7 @@ impl RunReport {
     fn head(&self) -> String {
         let p = &self.problem;
         let padding = if p.align > 1 { format!("slabs padded to {}", p.align) } else { "no padding".into() };
-        let mut text = format!(
+        let text = format!(
             "{} rank{}, up to {} tokens each, hidden {}, top-k {} of {} experts, {padding}, {}, {} step{}, seed {}\n",
             p.ranks,
             plural(p.ranks),
@@ -186,85 +187,14 @@ impl RunReport {
             plural(p.steps),
             p.seed
         );
-        let _ = writeln!(text, "runtime    {}: {}", self.runtime, self.runtime_reason);
-        self.notes.iter().for_each(|note| text += &format!("           {note}\n"));
-        let mut devices: Vec<&str> = self.ranks.iter().map(|rank| rank.device.as_str()).collect();
-        devices.retain(|device| !device.is_empty());
-        devices.dedup();
-        if !devices.is_empty() {
-            let _ = writeln!(text, "device     {}", devices.join(", "));
-        }
+        let head =
+            Head { runtime: &self.runtime, reason: &self.runtime_reason, notes: &self.notes, ranks: &self.ranks };
+        let mut text = text + &head.text();
         if let Some(first) = self.ranks.iter().find(|rank| rank.capacity > 0) {
-            let _ = writeln!(text, "library    {} ({})", first.library, first.library_path);
-            let _ = write!(text, "nccl       {}", first.nccl);
-            let _ = match &first.nccl_ep_path {
-                Some(path) => writeln!(text, ", NCCL EP from {path}"),
-                None => writeln!(text),
-            };
             let sms = if self.max_sms == 0 { "automatic".into() } else { self.max_sms.to_string() };
             let _ = writeln!(text, "buffers    {} receive rows a rank, SMs a rank: {sms}", first.capacity);
         }
         text
-    }
-
-    /// The readable report of `bench`.
-    pub fn bench_text(&self) -> String {
-        let mut text = self.head();
-        if self.ranks.iter().any(|rank| rank.error.is_some()) {
-            return text + &self.verdict();
-        }
-        let modes = self.ranks.first().map_or(0, |rank| rank.modes.len());
-        let of = |mode: usize| self.ranks.iter().filter_map(move |rank| rank.modes.get(mode));
-        let name = |mode: usize| of(mode).next().map_or("", |mode| mode.transfer.as_str());
-        let mut head = vec!["call"];
-        head.extend((0..modes).map(name));
-        let mut table = Table::new(&head);
-        for (call, title) in BENCH_CALLS.iter().enumerate() {
-            let mut row = vec![(*title).to_owned()];
-            row.extend((0..modes).map(|mode| {
-                let slowest = of(mode).filter_map(|mode| mode.milliseconds.get(call)).copied().fold(0.0, f64::max);
-                format!("{slowest:.3}")
-            }));
-            table.row(row);
-        }
-        text += &format!("\nmilliseconds a call: median of the slowest rank\n{}", table.text());
-        type Of = fn(&ModeMemory) -> u64;
-        let parts: [(&str, Of); 6] = [
-            ("staging", |m| m.staging),
-            ("routing map, workspace", |m| m.scratch),
-            ("handle memory", |m| m.handle),
-            ("symmetric pool", |m| m.symmetric),
-            ("predicted", |m| m.predicted),
-            ("payloads (in the pool, or the caller's)", |m| m.payloads),
-        ];
-        head[0] = "memory";
-        let mut table = Table::new(&head);
-        let mib = |bytes: u64| format!("{:.1}", bytes as f64 / f64::from(1 << 20));
-        for (title, part) in parts {
-            let most = |mode| of(mode).map(|mode| part(&mode.memory)).max().unwrap_or(0);
-            table.row(std::iter::once(title.to_owned()).chain((0..modes).map(|mode| mib(most(mode)))).collect());
-        }
-        let measured = |mode: usize| {
-            let memory = of(mode).map(|mode| mode.memory).max_by_key(|memory| memory.measured);
-            match memory.and_then(|memory| Some((memory.measured?, memory.predicted))) {
-                Some((measured, predicted)) => {
-                    format!("{} ({:.1} % predicted)", mib(measured), predicted as f64 * 100.0 / measured.max(1) as f64)
-                }
-                None => "not measured".into(),
-            }
-        };
-        table.row(std::iter::once("measured".to_owned()).chain((0..modes).map(measured)).collect());
-        text += &format!("\ndevice memory of a rank, MiB\n{}", table.text());
-        for rank in &self.ranks {
-            let Some((first, rest)) = rank.modes.split_first() else { continue };
-            for (a, b) in rest.iter().flat_map(|mode| first.digests.iter().zip(&mode.digests)).filter(|(a, b)| a != b) {
-                let _ = writeln!(text, "{} on rank {} differs: {} and {}", a.output, rank.rank, a.hash, b.hash);
-            }
-        }
-        if modes > 1 && self.passed {
-            text += "\nboth give the same bits\n";
-        }
-        text + &self.verdict()
     }
 
     fn traffic(&self) -> String {
@@ -342,38 +272,41 @@ impl RunReport {
 
     /// The verdict: [`PASSED`], or what differed.
     fn verdict(&self) -> String {
-        if self.passed {
-            return format!("\n{PASSED}\n");
-        }
-        let mut text = String::from("\n");
-        // Ranks that failed alike are told once.
-        let mut errors: Vec<(&str, Vec<String>)> = Vec::new();
-        for rank in &self.ranks {
-            let Some(error) = rank.error.as_deref() else { continue };
-            match errors.iter_mut().find(|(known, _)| *known == error) {
-                Some((_, ranks)) => ranks.push(rank.rank.to_string()),
-                None => errors.push((error, vec![rank.rank.to_string()])),
-            }
-        }
-        for (error, ranks) in &errors {
-            let _ = writeln!(text, "rank{} {} failed: {error}", plural(ranks.len()), ranks.join(", "));
-        }
-        for rank in &self.ranks {
-            for output in rank.outputs.iter().filter(|output| output.wrong > 0) {
-                let (name, wrong, all) = (&output.output, output.wrong, output.elements);
-                let _ = writeln!(text, "{name} on rank {}: {wrong} of {all} elements differ", rank.rank);
-                for m in &output.first {
-                    let (step, row, column) = (m.step, m.row, m.column);
-                    let (expected, got) = (&m.expected, &m.got);
-                    let _ = writeln!(text, "  step {step} row {row} column {column}: expected {expected}, got {got}");
-                }
-            }
-        }
-        text + "checks failed\n"
+        if self.passed { format!("\n{PASSED}\n") } else { failures(&self.ranks) }
     }
 }
 
-fn plural(count: usize) -> &'static str {
+/// What failed and differed, at the end of a report.
+pub fn failures(ranks: &[RankReport]) -> String {
+    let mut text = String::from("\n");
+    // Ranks that failed alike are told once.
+    let mut errors: Vec<(&str, Vec<String>)> = Vec::new();
+    for rank in ranks {
+        let Some(error) = rank.error.as_deref() else { continue };
+        match errors.iter_mut().find(|(known, _)| *known == error) {
+            Some((_, ranks)) => ranks.push(rank.rank.to_string()),
+            None => errors.push((error, vec![rank.rank.to_string()])),
+        }
+    }
+    for (error, ranks) in &errors {
+        let _ = writeln!(text, "rank{} {} failed: {error}", plural(ranks.len()), ranks.join(", "));
+    }
+    for rank in ranks {
+        for output in rank.outputs.iter().filter(|output| output.wrong > 0) {
+            let (name, wrong, all) = (&output.output, output.wrong, output.elements);
+            let _ = writeln!(text, "{name} on rank {}: {wrong} of {all} elements differ", rank.rank);
+            for m in &output.first {
+                let (step, row, column) = (m.step, m.row, m.column);
+                let (expected, got) = (&m.expected, &m.got);
+                let _ = writeln!(text, "  step {step} row {row} column {column}: expected {expected}, got {got}");
+            }
+        }
+    }
+    text + "checks failed\n"
+}
+
+/// The end of a word that is counted.
+pub fn plural(count: usize) -> &'static str {
     if count == 1 { "" } else { "s" }
 }
 
@@ -401,20 +334,24 @@ fn compact(counts: &[i32]) -> String {
 }
 
 /// Columns padded to their widest cell; numbers to the right, words to the left.
-struct Table {
+#[derive(Debug)]
+pub struct Table {
     rows: Vec<Vec<String>>,
 }
 
 impl Table {
-    fn new(head: &[&str]) -> Self {
+    /// With the names of its columns.
+    pub fn new(head: &[&str]) -> Self {
         Self { rows: vec![head.iter().map(|&name| name.into()).collect()] }
     }
 
-    fn row(&mut self, row: Vec<String>) {
+    /// Adds a row.
+    pub fn row(&mut self, row: Vec<String>) {
         self.rows.push(row);
     }
 
-    fn text(&self) -> String {
+    /// All of it.
+    pub fn text(&self) -> String {
         let columns = self.rows[0].len();
         let width = |column: usize| self.rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
         let starts_with_digit = |cell: &String| cell.starts_with(|c: char| c.is_ascii_digit() || c == '-' || c == '(');

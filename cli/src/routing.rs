@@ -87,13 +87,7 @@ impl Problem {
             let experts = &mut routing.experts[row * k..(row + 1) * k];
             let weights = &mut routing.weights[row * k..(row + 1) * k];
             for (expert, weight) in experts.iter_mut().zip(weights.iter_mut()) {
-                let mut point = draw.below(total);
-                let chosen = left.iter().position(|&share| {
-                    let here = point < share;
-                    point = point.wrapping_sub(if here { 0 } else { share });
-                    here
-                });
-                let chosen = chosen.unwrap_or_else(|| unreachable!("the point is below the sum of the shares"));
+                let chosen = choose(&left, draw.below(total));
                 total -= std::mem::take(&mut left[chosen]);
                 let masked = draw.below(50) == 0;
                 let raw = (draw.below(1 << 16) + 1) as f32;
@@ -124,14 +118,42 @@ impl Problem {
         Routing { rows, top_k: k, experts, weights: vec![1.0 / k as f32; rows * k] }
     }
 
-    /// Rows that the fullest rank receives under [`Problem::uniform`], with padding.
-    pub fn uniform_demand(&self) -> usize {
-        let mut counts = vec![0; self.experts];
-        for rank in 0..self.ranks {
-            self.uniform(rank).experts.iter().for_each(|&expert| counts[expert as usize] += 1);
+    /// A routing of `rank` in which an expert is as likely as one over its place in a shuffled order: `tokens` rows, nothing
+    /// masked.
+    pub fn zipf(&self, rank: usize) -> Routing {
+        let (rows, k) = (self.tokens, self.top_k);
+        let mut popularity = self.popularity();
+        // The one that is never chosen otherwise.
+        popularity
+            .iter_mut()
+            .filter(|share| **share == 0)
+            .for_each(|share| *share = (1 << 24) / (self.experts as u64 + 1));
+        let all: u64 = popularity.iter().sum();
+        let mut experts = Vec::with_capacity(rows * k);
+        let mut left = popularity.clone();
+        for row in 0..rows {
+            let mut draw = Draw(key(&[self.seed, ROUTING_STREAM, rank as u64, row as u64]));
+            left.copy_from_slice(&popularity);
+            let mut total = all;
+            for _ in 0..k {
+                let chosen = choose(&left, draw.below(total));
+                total -= std::mem::take(&mut left[chosen]);
+                experts.push(chosen as i32);
+            }
         }
-        let ranks = counts.chunks(self.local_experts());
-        ranks.map(|counts| counts.iter().map(|&count| self.padded(count)).sum()).max().unwrap_or(0)
+        Routing { rows, top_k: k, experts, weights: vec![1.0 / k as f32; rows * k] }
+    }
+
+    /// The uniform routing of `rank`, with the first expert in the place of each token's first choice.
+    pub fn hot(&self, rank: usize) -> Routing {
+        let mut routing = self.uniform(rank);
+        for token in routing.experts.chunks_mut(self.top_k) {
+            match token.iter().position(|&expert| expert == 0) {
+                Some(at) => token.swap(0, at),
+                None => token[0] = 0,
+            }
+        }
+        routing
     }
 
     /// Fills `out` with the token of that step, rank and row.
@@ -215,6 +237,16 @@ impl Draw {
         self.0 = self.0.wrapping_add(STRIDE);
         mix(self.0) % limit
     }
+}
+
+/// The place of `point` where shares lie one behind the other.
+fn choose(shares: &[u64], mut point: u64) -> usize {
+    let chosen = shares.iter().position(|&share| {
+        let here = point < share;
+        point = point.wrapping_sub(if here { 0 } else { share });
+        here
+    });
+    chosen.unwrap_or_else(|| unreachable!("the point is below the sum of the shares"))
 }
 
 /// Sixteen-bit fixed-point values in [-1, 1), rounded to the type: more digits than bf16 and f16 hold, fewer than f32.

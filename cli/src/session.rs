@@ -9,6 +9,7 @@ use crate::report::RankReport;
 use crate::routing::Problem;
 use nvte_ep_core::env::{Env, RuntimeKind};
 use nvte_ep_core::sys::{catch_foreign, nccl};
+use std::path::{Path, PathBuf};
 
 /// What a rank needs to know.
 #[derive(Debug)]
@@ -25,6 +26,15 @@ pub struct Setup<'a> {
     pub threads: usize,
 }
 
+/// Where a rank is: its device and its peers.
+#[derive(Debug)]
+pub struct Location {
+    /// The rank's device.
+    pub device: Device,
+    /// Over all ranks.
+    pub communicator: Communicator,
+}
+
 /// What a rank works with.
 #[derive(Debug)]
 pub struct Session {
@@ -36,18 +46,26 @@ pub struct Session {
     pub communicator: Communicator,
 }
 
-impl Session {
-    /// Loads the libraries, takes the device and meets the other ranks; `report` learns of what is found.
-    pub fn join(setup: &Setup, rendezvous: &Rendezvous, progress: &Progress, report: &mut RankReport) -> Outcome<Self> {
+/// The library that the user names, if there is one.
+pub fn named_library() -> Option<PathBuf> {
+    std::env::var_os(PATH_VARIABLE).filter(|path| !path.is_empty()).map(Into::into)
+}
+
+impl Location {
+    /// Takes the device and meets the other ranks, for a library in the file `library`; `report` learns of what is found.
+    pub fn join(
+        setup: &Setup,
+        library: &Path,
+        rendezvous: &Rendezvous,
+        progress: &Progress,
+        report: &mut RankReport,
+    ) -> Outcome<Self> {
         let mut env = Env::from_process()?;
-        progress.at(0, "loading libraries");
-        let library = Library::load(std::env::var_os(PATH_VARIABLE).filter(|path| !path.is_empty()).map(Into::into))?;
-        report.library = library.version()?;
-        report.library_path = library.path.display().to_string();
+        report.library_path = library.display().to_string();
         if env.runtime == RuntimeKind::Host && env.host_lib.is_none() {
             // The library takes the host runtime beside itself; this program has to use the same one.
             env.host_lib =
-                library.path.parent().map(|folder| folder.join("libnvte_ep_host.so")).filter(|path| path.exists());
+                library.parent().map(|folder| folder.join("libnvte_ep_host.so")).filter(|path| path.exists());
         }
         let device = Device::open(&env, setup.local_rank)?;
         report.device = format!("{} ({}, {} SMs)", device.facts.name, device.ordinal, device.facts.sm_count);
@@ -56,6 +74,17 @@ impl Session {
         let id = rendezvous.exchange(|| unique_id(device.base))?;
         progress.at(0, "joining the communicator");
         let communicator = Communicator::join(&device, id, setup.rank, setup.problem.ranks)?;
+        Ok(Self { device, communicator })
+    }
+}
+
+impl Session {
+    /// Loads the libraries, takes the device and meets the other ranks; `report` learns of what is found.
+    pub fn join(setup: &Setup, rendezvous: &Rendezvous, progress: &Progress, report: &mut RankReport) -> Outcome<Self> {
+        progress.at(0, "loading libraries");
+        let library = Library::load(named_library())?;
+        report.library = library.extensions.version()?;
+        let Location { device, communicator } = Location::join(setup, &library.path, rendezvous, progress, report)?;
         Ok(Self { library, device, communicator })
     }
 

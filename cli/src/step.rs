@@ -204,7 +204,7 @@ impl<'a, E: Element> Layer<'a, E> {
             grad_tokens: device.allocate(sent)?,
             grad_weights: device.allocate(problem.tokens * width * 4)?,
         };
-        let handle_tensor = library.tensor(buffers.handle.address, kNVTEByte, &[handle_bytes])?;
+        let handle_tensor = library.tensors.tensor(buffers.handle.address, kNVTEByte, &[handle_bytes])?;
         Ok(Self {
             setup,
             digest,
@@ -290,12 +290,12 @@ impl<'a, E: Element> Layer<'a, E> {
         let (problem, buffers, library) = (self.setup.problem, &self.buffers, self.library);
         let (hidden, top_k, local) = (problem.hidden, problem.top_k, problem.local_experts());
         let dtype = E::DTYPE.code();
-        let topk_idx = library.tensor(buffers.topk_idx.address, kNVTEInt64, &[rows, top_k])?;
-        let counts_out = library.tensor(buffers.counts.address, kNVTEInt32, &[local])?;
-        let tokens = library.tensor(buffers.tokens.address, dtype, &[rows, hidden])?;
-        let weights = library.tensor(buffers.topk_weights.address, kNVTEFloat32, &[rows, top_k])?;
-        let recv_tokens = library.tensor(buffers.recv_tokens.address, dtype, &[self.capacity, hidden])?;
-        let recv_weights = library.tensor(buffers.recv_weights.address, kNVTEFloat32, &[self.capacity])?;
+        let topk_idx = library.tensors.tensor(buffers.topk_idx.address, kNVTEInt64, &[rows, top_k])?;
+        let counts_out = library.tensors.tensor(buffers.counts.address, kNVTEInt32, &[local])?;
+        let tokens = library.tensors.tensor(buffers.tokens.address, dtype, &[rows, hidden])?;
+        let weights = library.tensors.tensor(buffers.topk_weights.address, kNVTEFloat32, &[rows, top_k])?;
+        let recv_tokens = library.tensors.tensor(buffers.recv_tokens.address, dtype, &[self.capacity, hidden])?;
+        let recv_weights = library.tensors.tensor(buffers.recv_weights.address, kNVTEFloat32, &[self.capacity])?;
         let (handle, stream, align) = (self.handle, self.device.stream(), problem.align);
         let (prepare, dispatch) = (library.functions.nvte_ep_prepare, library.functions.nvte_ep_dispatch);
         let (idx, counts_raw) = (topk_idx.raw, counts_out.raw);
@@ -386,8 +386,8 @@ impl<'a, E: Element> Layer<'a, E> {
     fn combine(&mut self, truth: &Truth, rows: usize, log: &mut StepLog) -> Outcome<WeightGradients> {
         let (buffers, library, hidden) = (&self.buffers, self.library, self.setup.problem.hidden);
         let dtype = E::DTYPE.code();
-        let expert_out = library.tensor(buffers.expert_out.address, dtype, &[self.capacity, hidden])?;
-        let result = library.tensor(buffers.result.address, dtype, &[rows, hidden])?;
+        let expert_out = library.tensors.tensor(buffers.expert_out.address, dtype, &[self.capacity, hidden])?;
+        let result = library.tensors.tensor(buffers.result.address, dtype, &[rows, hidden])?;
         let (handle, stream, combine) = (self.handle, self.device.stream(), library.functions.nvte_ep_combine);
         let (expert_out, result) = (expert_out.raw, result.raw);
         self.call(log, "nvte_ep_combine", || {
@@ -415,12 +415,15 @@ impl<'a, E: Element> Layer<'a, E> {
     ) -> Outcome<()> {
         let (buffers, library, problem) = (&self.buffers, self.library, self.setup.problem);
         let (hidden, dtype) = (problem.hidden, E::DTYPE.code());
-        let grad_result = library.tensor(buffers.grad_result.address, dtype, &[rows, hidden])?;
-        let grad_expert_out = library.tensor(buffers.grad_expert_out.address, dtype, &[self.capacity, hidden])?;
-        let grad_recv = library.tensor(buffers.grad_recv.address, dtype, &[self.capacity, hidden])?;
-        let grad_recv_weights = library.tensor(buffers.grad_recv_weights.address, kNVTEFloat32, &[self.capacity])?;
-        let grad_tokens = library.tensor(buffers.grad_tokens.address, dtype, &[rows, hidden])?;
-        let grad_weights = library.tensor(buffers.grad_weights.address, kNVTEFloat32, &[rows, problem.top_k])?;
+        let grad_result = library.tensors.tensor(buffers.grad_result.address, dtype, &[rows, hidden])?;
+        let grad_expert_out =
+            library.tensors.tensor(buffers.grad_expert_out.address, dtype, &[self.capacity, hidden])?;
+        let grad_recv = library.tensors.tensor(buffers.grad_recv.address, dtype, &[self.capacity, hidden])?;
+        let grad_recv_weights =
+            library.tensors.tensor(buffers.grad_recv_weights.address, kNVTEFloat32, &[self.capacity])?;
+        let grad_tokens = library.tensors.tensor(buffers.grad_tokens.address, dtype, &[rows, hidden])?;
+        let grad_weights =
+            library.tensors.tensor(buffers.grad_weights.address, kNVTEFloat32, &[rows, problem.top_k])?;
         let (handle, stream) = (self.handle, self.device.stream());
         let functions = &library.functions;
         let (combine_bwd, dispatch_bwd) = (functions.nvte_ep_combine_bwd, functions.nvte_ep_dispatch_bwd);

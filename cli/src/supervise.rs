@@ -115,7 +115,7 @@ fn watch(start: &Start, directory: &Path, ranks: &mut [Rank]) -> Outcome<Result<
         let by_itself = rank.ending();
         rank.end();
         let mut report = rendezvous.report(number).unwrap_or_else(|| RankReport { rank: number, ..Default::default() });
-        let substance = !report.modes.is_empty() || report.outputs.iter().any(|output| output.elements > 0);
+        let substance = !report.cases.is_empty() || report.outputs.iter().any(|output| output.elements > 0);
         if report.error.is_none() && !(substance && by_itself.is_some_and(Ending::is_success)) {
             report.error = Some(match (by_itself, failed) {
                 (Some(ending), _) => format!("{ending} without a report"),

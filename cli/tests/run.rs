@@ -239,36 +239,114 @@ fn faults_that_cannot_be_read_are_refused() {
     assert!(printed.contains("do must be delay, stop, kill, abort, exit or fail, got \"vanish\""), "{printed}");
 }
 
+const BENCH: [&str; 5] = ["--runtime=host", "--tokens=16", "--experts=8", "--iterations=2", "--timeout=100"];
+
+fn bench(arguments: &[&str]) -> Output {
+    subcommand("bench", &BENCH).args(arguments).output().unwrap()
+}
+
+fn json(output: &Output) -> serde_json::Value {
+    assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
 #[test]
 fn bench_times_both_kinds_of_groups_and_finds_the_same_bits() {
-    let arguments = ["--runtime=host", "--ranks=2", "--tokens=40", "--hidden=512", "--experts=8", "--top-k=4"];
-    let output = subcommand("bench", &arguments).args(["--iterations=2", "--json"]).output().unwrap();
-    assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
-    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(report["passed"], true);
-    let capacity = report["ranks"][0]["capacity"].as_u64().unwrap();
-    assert!(capacity >= 40 * 2 * 4 / 2 && capacity.is_multiple_of(128), "{capacity}");
-    for rank in 0..2 {
-        let modes = report["ranks"][rank]["modes"].as_array().unwrap();
-        assert_eq!([&modes[0]["transfer"], &modes[1]["transfer"]], ["staged", "zero-copy"]);
-        assert_eq!(modes[0]["digests"], modes[1]["digests"]);
-        let outputs = modes[0]["digests"].as_array().unwrap();
-        assert_eq!(outputs.len(), 11);
-        assert!(outputs.iter().all(|output| output["rows"].as_u64().unwrap() > 0));
-        for mode in modes {
-            assert!(mode["milliseconds"].as_array().unwrap().iter().all(|time| time.as_f64().unwrap() > 0.0));
-            let memory = |part: &str| mode["memory"][part].as_u64().unwrap();
+    let report = json(&bench(&["--ranks=2", "--hidden=512", "--dtype=bf16,mxfp8", "--link-gb-per-s=450", "--json"]));
+    assert_eq!((&report["passed"], &report["schema"]), (&true.into(), &1.into()));
+    let cases = report["cases"].as_array().unwrap();
+    assert_eq!(cases.len(), 2);
+    for (case, dtype, combined) in [(&cases[0], "bf16", 1024), (&cases[1], "mxfp8", 1024)] {
+        assert_eq!(case["case"]["dtype"], dtype);
+        assert_eq!(case["different"].as_array().unwrap().len(), 0);
+        let capacity = case["capacity"].as_u64().unwrap();
+        assert!(capacity >= 16 * 2 * 4 / 2 && capacity.is_multiple_of(128), "{capacity}");
+        let received: Vec<u64> =
+            case["received"].as_array().unwrap().iter().map(|rows| rows.as_u64().unwrap()).collect();
+        assert_eq!(received.iter().sum::<u64>(), 2 * 16 * 4);
+        let groups = case["groups"].as_array().unwrap();
+        assert_eq!([&groups[0]["transfer"], &groups[1]["transfer"]], ["staged", "zero-copy"]);
+        for group in groups {
+            let calls = group["calls"].as_array().unwrap();
+            assert_eq!(calls.len(), 7);
+            for call in calls {
+                let time = |of: &str, which: &str| call[of][which].as_f64().unwrap();
+                for of in ["device_us", "host_us"] {
+                    assert!(time(of, "median") > 0.0 && time(of, "p99") >= time(of, "median"), "{call}");
+                }
+            }
+            let most = received.iter().max().unwrap();
+            assert_eq!(calls[2]["bytes"].as_u64(), Some(most * combined), "combine");
+            assert_eq!(
+                calls[1]["bytes"].as_u64(),
+                Some(most * if dtype == "bf16" { 1024 } else { 512 + 16 }),
+                "dispatch"
+            );
+            assert!(calls[0]["bytes"].is_null() && calls[1]["of_link"].as_f64().unwrap() > 0.0);
+            let memory = |part: &str| group["memory"][part].as_u64().unwrap();
             let parts = ["staging", "scratch", "handle", "symmetric"].map(memory);
             assert_eq!(memory("predicted"), parts.iter().sum::<u64>());
             assert_eq!(memory("payloads"), capacity * 512 * 4 + capacity * 16);
-            assert!(mode["memory"]["measured"].is_null(), "the host runtime has no device memory of its own");
+            assert!(group["memory"]["measured"].is_null(), "the host runtime has no device memory of its own");
         }
-        assert_eq!(modes[0]["memory"]["symmetric"], 0);
-        assert_eq!(modes[1]["memory"]["symmetric"], 64 << 20);
+        assert_eq!(groups[0]["memory"]["symmetric"], 0);
+        assert_eq!(groups[1]["memory"]["symmetric"], 64 << 20);
     }
-    let output = subcommand("bench", &arguments).args(["--iterations=1", "--transfer=staged"]).output().unwrap();
+}
+
+#[test]
+fn bench_sweeps_and_prints_a_line_for_each_call() {
+    let output = bench(&[
+        "--hidden=64",
+        "--ranks=1,2",
+        "--routing=hot,zipf",
+        "--rounds=1",
+        "--transfer=staged",
+        "--graph",
+        "--csv",
+    ]);
     let printed = text(&output.stdout);
-    assert!(output.status.success() && printed.ends_with(&format!("{PASSED}\n")), "{printed}");
-    assert!(printed.contains("dispatch, MXFP8") && printed.contains("not measured"), "{printed}");
-    assert!(!printed.contains("zero-copy"), "{printed}");
+    assert!(output.status.success(), "{printed}{}", text(&output.stderr));
+    let lines: Vec<&str> = printed.lines().collect();
+    assert_eq!(lines.len(), 1 + 2 * 2 * 7);
+    assert!(lines.iter().all(|line| line.split(',').count() == lines[0].split(',').count()), "{printed}");
+    assert!(lines[1].starts_with("1,16,64,4,8,16,bf16,hot,,true,staged,false,"), "{printed}");
+    assert!(lines[28].starts_with("2,16,64,4,8,16,bf16,zipf,,true,staged,false,"), "{printed}");
+}
+
+/// The other library is this one in another file, so that all it gives has to be the same.
+#[test]
+fn bench_times_one_library_against_another() {
+    let folder = tempfile::tempdir().unwrap();
+    let other = folder.path().join("other.so");
+    let built = std::path::Path::new(PROGRAM).parent().unwrap();
+    let own = [built.join("deps/libnvte_ep.so"), built.join("libnvte_ep.so")].into_iter().find(|path| path.exists());
+    std::fs::copy(own.unwrap(), &other).unwrap();
+    let mut command = subcommand("bench", &BENCH);
+    command.args(["--ranks=2", "--hidden=64", "--transfer=staged", "--rounds=2", "--json", "--against"]).arg(&other);
+    let report = json(&command.env("NVTE_EP_HOST_LIB", built.join("deps/libnvte_ep_host.so")).output().unwrap());
+    let case = &report["cases"][0];
+    assert_eq!(case["different_from_other"].as_array().unwrap().len(), 0, "{case}");
+    let [own, against] = [0, 1].map(|group| &case["groups"][group]);
+    assert_eq!([&own["against"], &against["against"]], [&false, &true]);
+    assert_eq!(against["library_path"].as_str(), other.to_str());
+    for call in 0..7 {
+        let median = |group: &serde_json::Value| group["calls"][call]["device_us"]["median"].as_f64().unwrap();
+        let ratio = own["calls"][call]["device_ratio"].as_f64().unwrap();
+        assert!((ratio - median(own) / median(against)).abs() < 1e-9);
+        assert!(against["calls"][call]["device_ratio"].is_null());
+    }
+}
+
+#[test]
+fn bench_takes_recorded_indices_and_refuses_what_is_no_library() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("indices");
+    std::fs::write(&file, "7,6,5,-1\n0,1,2,3\n").unwrap();
+    let file = format!("--routing-file={}", file.display());
+    let report = json(&bench(&["--ranks=2", "--hidden=64", "--transfer=staged", "--routing=file", &file, "--json"]));
+    assert_eq!(report["cases"][0]["expert_rows"], serde_json::json!([16, 16, 16, 16, 0, 16, 16, 16]));
+    let output = bench(&["--ranks=1", "--against=/nonexistent/lib.so"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stdout).contains("/nonexistent/lib.so"), "{}", text(&output.stdout));
 }

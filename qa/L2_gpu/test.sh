@@ -57,8 +57,19 @@ check "host and GPU agree, 4 ranks" same --ranks 4 --align 128 --top-k 8 --exper
 
 check "nvte-ep run, real size" run --ranks 4 --tokens 4096 --hidden 7168 --top-k 8 --experts 64 --dtype bf16 --steps 3
 # Staged against zero-copy: times, the same bits, and device memory predicted and measured.
-bench() { $limit "$bundle/nvte-ep" bench --runtime cuda --ranks 4 "$@"; }
+bench() { $limit "$bundle/nvte-ep" bench --runtime cuda --ranks 4 --dtype bf16,mxfp8 "$@"; }
 check "bench, real size" bench --tokens 4096 --hidden 7168 --top-k 8 --experts 64
 check "bench, many experts" bench --tokens 4096 --hidden 4096 --top-k 8 --experts 128 --align 128
 check "bench, small rows" bench --tokens 16384 --hidden 2048 --top-k 4 --experts 64
+check "bench, graphs" bench --tokens 128,4096 --hidden 7168 --top-k 8 --experts 64 --graph
+# By turns with TransformerEngine's library: the ratios, prepare's among them, are for docs/benchmarks.md.
+if [ -n "${NVTE_EP_TE_LIBRARY_DIR:-}" ]; then
+  against() {
+    $limit env NVTE_EP_LIB="$bundle/libtransformer_engine.so" LD_LIBRARY_PATH="$NVTE_EP_TE_LIBRARY_DIR:$LD_LIBRARY_PATH" \
+      "$bundle/nvte-ep" bench --runtime cuda --tokens 128,4096 --hidden 7168 --top-k 8 --experts 64 --align 0 --transfer staged \
+      --against "$NVTE_EP_TE_LIBRARY_DIR/libtransformer_engine.so" "$@"
+  }
+  check "bench against TransformerEngine, 2 and 4 ranks" against --ranks 2,4
+  check "bench against TransformerEngine, 8 ranks" against --ranks 8 --max-sms 16
+fi
 finish
