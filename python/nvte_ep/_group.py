@@ -41,6 +41,12 @@ class Group:
     host_stream: int = 0
     # Addresses of symmetric memory that was handed out.
     symmetric: list[int] = dataclasses.field(default_factory=list)
+    # What buffers know it by; they keep no process group alive.
+    token: object = dataclasses.field(default_factory=object)
+    # How often release_symm_mem_pool took it back.
+    released: int = 0
+    # A child that is forked off has the group's memory, but not its threads or the device.
+    process: int = dataclasses.field(default_factory=os.getpid)
 
     @property
     def eager(self) -> bool:
@@ -154,6 +160,8 @@ def bootstrap(process_group: dist.ProcessGroup | None, device: torch.device | st
         raise c.EpError("nvte_ep.ep_bootstrap: torch.distributed is not initialized: call init_process_group first")
     if process_group is None:
         process_group = dist.group.WORLD
+    if process_group is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(f"nvte_ep.ep_bootstrap: ep_group must be a torch.distributed.ProcessGroup or None, found {type(process_group).__name__}")
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise c.EpArgumentError("nvte_ep.ep_bootstrap: ep_group has to be a group that this rank is in")
     there = _device_of(process_group) if device is None else canonical(device)
@@ -239,11 +247,12 @@ def finalize() -> None:
 
 @atexit.register
 def _at_exit() -> None:
-    """Ends what the program has not: unless an exception ends it, since the other ranks then wait elsewhere, or the communicator
-    is gone already."""
+    """Ends what the program has not: unless an exception ends it, since the other ranks then wait elsewhere, the communicator
+    is gone already, or the groups are those of the process that this one was forked off."""
     failed = getattr(sys, "last_value", None) is not None
+    forked = any(group.process != os.getpid() for group in _groups.values())
     borrowed = any(group.host is None for group in _groups.values())
-    if _groups and not failed and not (borrowed and not dist.is_initialized()):
+    if _groups and not failed and not forked and not (borrowed and not dist.is_initialized()):
         try:
             finalize()
         except c.EpError as error:

@@ -145,11 +145,8 @@ def describe(position: int, tensor: torch.Tensor | None) -> int | None:
     # Often the same as before: frameworks reuse memory.
     described = tensor.data_ptr(), tensor.dtype, tensor.shape
     if slot.described != described:
-        dtype = DTYPES.get(tensor.dtype)
-        if dtype is None:
-            raise TypeError(f"nvte_ep: tensors of {tensor.dtype} are not supported; the types are {', '.join(map(str, DTYPES))}")
         slot.described = ()
-        slot.set(_ROWWISE_DATA, tensor, dtype)
+        slot.set(_ROWWISE_DATA, tensor, DTYPES[tensor.dtype])
         slot.described = described
     return slot.tensor
 

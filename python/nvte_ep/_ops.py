@@ -27,6 +27,11 @@ def _group(function: str, handle_mem: torch.Tensor, **named: torch.Tensor | None
             continue
         if tensor.device != device:
             raise c.EpArgumentError(f"nvte_ep.{function}: {name} must be on {device}, the device of handle_mem, found {tensor.device}")
+        if tensor.dtype not in c.DTYPES:
+            raise TypeError(
+                f"nvte_ep.{function}: {name} must be of a dtype that the library has, found {tensor.dtype}; these are "
+                f"{', '.join(map(str, c.DTYPES))}"
+            )
         if not tensor.is_contiguous():
             raise c.EpArgumentError(
                 f"nvte_ep.{function}: {name} must be contiguous, found strides {tuple(tensor.stride())} of shape "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -68,6 +69,14 @@ def symm_mem_alloc(shape: Sequence[int], dtype: torch.dtype, ep_group: dist.Proc
         use_pool: accepted for TransformerEngine's sake; memory always comes from the group's pool.
     """
     group = group_of(canonical(device), "symm_mem_alloc")
+    try:
+        shape = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        raise TypeError(f"nvte_ep.symm_mem_alloc: shape must be a sequence of integers, found {shape!r}") from None
+    if any(size < 0 for size in shape):
+        raise c.EpArgumentError(f"nvte_ep.symm_mem_alloc: shape must have no negative size, found {list(shape)}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"nvte_ep.symm_mem_alloc: dtype must be a torch.dtype, found {dtype!r}")
     if ep_group is not None and ep_group is not group.process_group:
         raise c.EpArgumentError("nvte_ep.symm_mem_alloc: ep_group must be the one that ep_bootstrap got, found another")
     return allocate(group, shape, dtype)
@@ -86,6 +95,7 @@ def release_symm_mem_pool() -> None:
     """Gives back all memory of `symm_mem_alloc`, and that of zero-copy buffers. No tensor there may be used afterwards, and a
     zero-copy EpBuffer has to be made anew. Every rank calls it at the same point; `ep_finalize` does it as well."""
     for group in groups():
+        group.released += 1
         with device_of(group.device):
             while group.symmetric:
                 c.check(c.LIBRARY.nvte_ep_try_ext_symm_free(group.symmetric.pop()))

@@ -4,10 +4,13 @@ table of the differences."""
 from __future__ import annotations
 
 import ctypes
+import functools
+import operator
 from typing import Any, overload
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from . import _group as g
 from . import _library as c
@@ -17,6 +20,17 @@ from .mxfp8 import BLOCK, mxfp8_dequantize, mxfp8_quantize
 
 Mxfp8 = tuple[torch.Tensor, torch.Tensor]
 _RECIPES = (None, "mxfp8")
+
+
+def _integer(function: str, name: str, value: Any, least: int) -> int:
+    """A whole number that a C int holds."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"nvte_ep.{function}: {name} must be an integer, found {value!r}") from None
+    if not least <= number < 1 << 31:
+        raise c.EpArgumentError(f"nvte_ep.{function}: {name} must be {least} or more, and below 2**31, found {number}")
+    return number
 
 
 def ep_bootstrap(ep_group: dist.ProcessGroup | None, num_experts: int, max_tokens_per_rank: int, hidden_dim: int, num_topk: int,
@@ -45,15 +59,17 @@ def ep_bootstrap(ep_group: dist.ProcessGroup | None, num_experts: int, max_token
         EpError: there is a group on the device already, ranks disagree, or the machine lacks something; the text says what.
         EpArgumentError (also a ValueError): a value breaks a rule.
     """
-    if not isinstance(num_topk, int) or num_topk < 1:
-        raise c.EpArgumentError(f"nvte_ep.ep_bootstrap: num_topk must be 1 or more, found {num_topk}")
+    num_topk = _integer("ep_bootstrap", "num_topk", num_topk, 1)
+    num_experts, max_tokens_per_rank, hidden_dim, max_num_sms = (
+        _integer("ep_bootstrap", name, value, 0)
+        for name, value in (("num_experts", num_experts), ("max_tokens_per_rank", max_tokens_per_rank), ("hidden_dim", hidden_dim),
+                            ("max_num_sms", max_num_sms))
+    )
     if recv_capacity_per_rank is None and (zero_copy or drop_on_overflow):
         name = "zero_copy" if zero_copy else "drop_on_overflow"
         raise c.EpArgumentError(f"nvte_ep.ep_bootstrap: {name} needs recv_capacity_per_rank, found None (eager mode)")
-    if recv_capacity_per_rank is not None and recv_capacity_per_rank < 1:
-        raise c.EpArgumentError(
-            f"nvte_ep.ep_bootstrap: recv_capacity_per_rank must be 1 or more, or None for eager mode, found {recv_capacity_per_rank}"
-        )
+    if recv_capacity_per_rank is not None:
+        recv_capacity_per_rank = _integer("ep_bootstrap", "recv_capacity_per_rank (None: eager mode)", recv_capacity_per_rank, 1)
     g.bootstrap(
         ep_group, device, num_experts=num_experts, max_tokens_per_rank=max_tokens_per_rank, hidden_dim=hidden_dim, num_topk=num_topk,
         recv_capacity_per_rank=recv_capacity_per_rank, max_num_sms=max_num_sms, zero_copy=bool(zero_copy),
@@ -94,14 +110,22 @@ class EpBuffer:
         total_recv_tokens: [1] int64: their sum, before any are dropped; on the device, in eager mode in pinned host memory.
         num_local_tokens: the tokens of the last `ep_prepare`.
 
-    Making one is collective in zero-copy groups, since it allocates symmetric memory.
+    Making one is collective in zero-copy groups, since it allocates symmetric memory. A copy (``copy.deepcopy``, or a pickle that is
+    loaded) is a new buffer with the same settings.
     """
 
+    # Tensors that were made in inference mode could not be used in training.
+    @torch.inference_mode(False)
     def __init__(self, top_k: int, max_tokens_per_rank: int, hidden_dim: int, num_local_experts: int,
                  recv_capacity_per_rank: int | None = None, alignment: int = 0, payload_dtype: torch.dtype = torch.bfloat16,
                  device: torch.device | str | None = None, dispatch_fwd_quant_recipe: Any = None, combine_bwd_quant_recipe: Any = None,
                  *, caller_buffers: bool = False) -> None:
         group = g.group_of(g.canonical(device), "EpBuffer")
+        top_k, alignment, max_tokens_per_rank, hidden_dim, num_local_experts = (
+            _integer("EpBuffer", name, value, 0)
+            for name, value in (("top_k", top_k), ("alignment", alignment), ("max_tokens_per_rank", max_tokens_per_rank),
+                                ("hidden_dim", hidden_dim), ("num_local_experts", num_local_experts))
+        )
         for name, found, most in (("max_tokens_per_rank", max_tokens_per_rank, group.max_tokens_per_rank),
                                   ("hidden_dim", hidden_dim, group.hidden_dim)):
             if not 1 <= found <= most:
@@ -112,6 +136,7 @@ class EpBuffer:
                 f"found {num_local_experts}"
             )
         if recv_capacity_per_rank is not None:
+            recv_capacity_per_rank = _integer("EpBuffer", "recv_capacity_per_rank", recv_capacity_per_rank, 1)
             if group.recv_capacity_per_rank is None:
                 raise c.EpArgumentError(
                     f"nvte_ep.EpBuffer: recv_capacity_per_rank must be None, since the group is eager, found {recv_capacity_per_rank}")
@@ -128,6 +153,7 @@ class EpBuffer:
         if "mxfp8" in (dispatch_fwd_quant_recipe, combine_bwd_quant_recipe) and hidden_dim % 512:
             raise c.EpArgumentError(f"nvte_ep.EpBuffer: hidden_dim must be a multiple of 512 for MXFP8, found {hidden_dim}")
         self.device, self.eager, self.zero_copy = group.device, group.eager, group.zero_copy
+        self._group, self._released, self._caller_buffers = group.token, group.released, caller_buffers
         self.top_k, self.alignment, self.payload_dtype = top_k, alignment, payload_dtype
         self.max_tokens_per_rank, self.hidden_dim, self.num_local_experts = max_tokens_per_rank, hidden_dim, num_local_experts
         self.recv_capacity_per_rank = recv_capacity_per_rank or group.recv_capacity_per_rank
@@ -160,6 +186,11 @@ class EpBuffer:
             if combine_bwd_quant_recipe:
                 self._grad_mxfp8 = _symmetric_mxfp8(group, rows)
 
+    def __reduce__(self) -> Any:
+        return functools.partial(EpBuffer, caller_buffers=self._caller_buffers), (
+            self.top_k, self.max_tokens_per_rank, self.hidden_dim, self.num_local_experts, self.recv_capacity_per_rank, self.alignment,
+            self.payload_dtype, self.device, self.dispatch_fwd_quant_recipe, self.combine_bwd_quant_recipe)
+
     def _rows(self) -> int:
         """Rows of the receive side: the capacity, or in eager mode what the step delivers."""
         if not self.eager:
@@ -177,10 +208,41 @@ def _empty_mxfp8(rows: int, hidden: int, device: torch.device) -> Mxfp8:
             torch.empty(rows, hidden // BLOCK, dtype=torch.uint8, device=device))
 
 
-def _require_device(function: str, buffer: EpBuffer, **named: torch.Tensor | None) -> None:
+def _require_tensors(function: str, buffer: EpBuffer, **named: torch.Tensor) -> None:
+    """What every argument has to be, and the buffer."""
+    if not isinstance(buffer, EpBuffer):
+        raise TypeError(f"nvte_ep.{function}: buffer must be an EpBuffer, found {type(buffer).__name__}")
+    if not torch.compiler.is_compiling():
+        group = g.group_of(buffer.device, function)
+        if group.token is not buffer._group:
+            raise c.EpError(f"nvte_ep.{function}: buffer was made for an EP group that has ended: make a new EpBuffer")
+        if buffer.zero_copy and group.released != buffer._released:
+            raise c.EpError(f"nvte_ep.{function}: release_symm_mem_pool took the memory of buffer back: make a new EpBuffer")
     for name, tensor in named.items():
-        if tensor is not None and tensor.device != buffer.device:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"nvte_ep.{function}: {name} must be a torch.Tensor, found {type(tensor).__name__}")
+        if tensor.device != buffer.device:
             raise c.EpArgumentError(f"nvte_ep.{function}: {name} must be on {buffer.device}, the buffer's device, found {tensor.device}")
+        if tensor.layout != torch.strided:
+            raise c.EpArgumentError(f"nvte_ep.{function}: {name} must be a dense tensor, found {tensor.layout}: call .to_dense()")
+
+
+def _given(**named: Any) -> dict[str, Any]:
+    """Those of optional arguments that are not None."""
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _require_pair(name: str, value: Any) -> None:
+    if not isinstance(value, tuple) or len(value) != 2:
+        found = f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
+        raise TypeError(f"nvte_ep.ep_dispatch: {name} must be a pair (data, scales), found {found}")
+
+
+def _require_no_gradient(function: str, **named: torch.Tensor) -> None:
+    """Of tensors that are written: a gradient of theirs would be lost."""
+    for name, tensor in named.items():
+        if tensor.requires_grad:
+            raise c.EpArgumentError(f"nvte_ep.{function}: {name} must not require a gradient, since it is written: give .detach() of it")
 
 
 def _require_dtype(function: str, name: str, tensor: torch.Tensor, dtype: torch.dtype, why: str = "") -> None:
@@ -192,6 +254,13 @@ def _require_width(function: str, name: str, tensor: torch.Tensor, buffer: EpBuf
     if tensor.dim() != 2 or tensor.shape[1] != buffer.hidden_dim:
         raise c.EpArgumentError(
             f"nvte_ep.{function}: {name} must be [rows, {buffer.hidden_dim}], hidden_dim of the buffer, found {list(tensor.shape)}")
+
+
+def _stage(function: str, read: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copies rows into symmetric memory of a buffer, where the call reads them."""
+    if not torch.compiler.is_compiling() and not is_symm_backed(read):
+        raise c.EpError(f"nvte_ep.{function}: the symmetric memory of the buffer was given back (release_symm_mem_pool, ep_finalize)")
+    read.copy_(rows)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -213,6 +282,7 @@ class _Dispatch(torch.autograd.Function):
         return recv_tokens, recv_topk_weights
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None, grad_recv_weights: torch.Tensor | None = None) -> Any:
         # Every rank makes the same call, whatever of the outputs its loss uses.
         handle_mem, = ctx.saved_tensors
@@ -229,7 +299,7 @@ class _Dispatch(torch.autograd.Function):
         if ctx.read is None:
             ops.dispatch_bwd(handle_mem, grad.contiguous(), grad_recv_weights, grad_tokens, grad_weights)
         else:
-            ctx.read.copy_(grad)
+            _stage("ep_dispatch's backward", ctx.read, grad)
             ops.dispatch_bwd_in_place(handle_mem, ctx.read, grad_recv_weights, grad_tokens, grad_weights)
         return None, grad_tokens, None, grad_weights, None, None, None, None, None, None
 
@@ -243,7 +313,7 @@ class _Combine(torch.autograd.Function):
             ops.combine(handle_mem, expert_out, result)
         else:
             if read is not expert_out:
-                read.copy_(expert_out)
+                _stage("ep_combine", read, expert_out)
             ops.combine_in_place(handle_mem, read, result)
         ctx.save_for_backward(handle_mem)
         ctx.grad_out, ctx.quantized, ctx.grad_data, ctx.grad_scales = grad_out, quantized, grad_data, grad_scales
@@ -251,6 +321,7 @@ class _Combine(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         handle_mem, = ctx.saved_tensors
         grad = grad.contiguous()
@@ -279,7 +350,7 @@ def ep_prepare(buffer: EpBuffer, topk_idx: torch.Tensor) -> torch.Tensor:
     Returns:
         ``buffer.tokens_per_expert``: [local experts] int64, rows of each local expert's slab. The next call writes it anew.
     """
-    _require_device("ep_prepare", buffer, topk_idx=topk_idx)
+    _require_tensors("ep_prepare", buffer, topk_idx=topk_idx)
     if topk_idx.dim() != 2 or topk_idx.shape[1] != buffer.top_k:
         raise c.EpArgumentError(
             f"nvte_ep.ep_prepare: topk_idx must be [tokens, {buffer.top_k}], top_k of the buffer, found {list(topk_idx.shape)}")
@@ -315,9 +386,16 @@ def ep_dispatch(buffer, tokens, topk_idx, topk_weights, *, recv_tokens=None, rec
         tokens_per_expert: [local experts] int64, as of `ep_prepare`.
     """
     pair = isinstance(tokens, tuple)
+    if pair:
+        _require_pair("tokens", tokens)
+        if recv_tokens is not None:
+            _require_pair("recv_tokens", recv_tokens)
     data, scales = tokens if pair else (tokens, None)
-    _require_device("ep_dispatch", buffer, tokens=data, topk_weights=topk_weights, recv_topk_weights=recv_topk_weights,
-                    recv_tokens=recv_tokens[0] if pair and recv_tokens is not None else recv_tokens)
+    into, into_scales = recv_tokens if pair and recv_tokens is not None else (recv_tokens, None)
+    written = _given(recv_tokens=into, recv_scales=into_scales, recv_topk_weights=recv_topk_weights)
+    _require_tensors("ep_dispatch", buffer, tokens=data, topk_idx=topk_idx, **({"scales": scales} if pair else {}),
+                     **_given(topk_weights=topk_weights), **written)
+    _require_no_gradient("ep_dispatch", **written)
     if not pair:
         _require_dtype("ep_dispatch", "tokens", tokens, buffer.payload_dtype, ", payload_dtype of the buffer")
     _require_width("ep_dispatch", "tokens", data, buffer)
@@ -376,14 +454,21 @@ def ep_combine(buffer: EpBuffer, expert_out: torch.Tensor, *, num_local_tokens: 
         [num_local_tokens, H]: float32 sums, rounded; zeroes for a token without rows. The gradient of rows behind the last slab
         is undefined, as these rows are.
     """
-    _require_device("ep_combine", buffer, expert_out=expert_out, grad_out=grad_out, weights=weights)
+    written = _given(grad_out=grad_out)
+    _require_tensors("ep_combine", buffer, expert_out=expert_out, **_given(weights=weights), **written)
+    _require_no_gradient("ep_combine", **written)
     _require_dtype("ep_combine", "expert_out", expert_out, buffer.payload_dtype, ", payload_dtype of the buffer")
     _require_width("ep_combine", "expert_out", expert_out, buffer)
     if weights is not None:
         _require_dtype("ep_combine", "weights", weights, torch.float32)
+        if weights.shape != expert_out.shape[:1]:
+            raise c.EpArgumentError(
+                f"nvte_ep.ep_combine: weights must be [{expert_out.shape[0]}], one for each row of expert_out, found {list(weights.shape)}")
         expert_out = (expert_out * weights.unsqueeze(1)).to(buffer.payload_dtype)
     if num_local_tokens is None:
         num_local_tokens = buffer.num_local_tokens
+    elif not torch.compiler.is_compiling():
+        num_local_tokens = _integer("ep_combine", "num_local_tokens", num_local_tokens, 0)
     quantized = buffer.combine_bwd_quant_recipe is not None
     pair = buffer._grad_mxfp8 if quantized and buffer._grad_mxfp8 else (None, None)
     expert_out, read = expert_out.contiguous(), buffer._read

@@ -75,7 +75,8 @@ class MoELayer(nn.Module):
         super().__init__()
         device = canonical(device)
         group = group_of(device, "MoELayer")
-        self.process_group, self.num_experts, local = group.process_group, group.num_experts, group.num_local_experts
+        # No process group among the attributes, which cannot be copied: `balance` asks for it.
+        self.num_experts, local = group.num_experts, group.num_local_experts
         first = group.rank * local
         self.router = Router(hidden_dim, group.num_experts, top_k)
         # All experts are drawn, and those of this rank kept, so that the model does not depend on the number of ranks.
@@ -114,8 +115,9 @@ class MoELayer(nn.Module):
         Returns:
             [num_experts] float32: each expert's share of the load; 1 / num_experts is even.
         """
-        every = [torch.empty_like(self.load) for _ in range(dist.get_world_size(self.process_group))]
-        dist.all_gather(every, self.load, group=self.process_group)
+        group = group_of(self.load.device, "MoELayer.balance")
+        every = [torch.empty_like(self.load) for _ in range(group.ranks)]
+        dist.all_gather(every, self.load, group=group.process_group)
         load = torch.cat(every).float()
         share = load / load.sum().clamp(min=1)
         self.router.bias += rate * torch.sign(1 / self.num_experts - share)

@@ -57,6 +57,40 @@ def test_a_loss_that_uses_one_output_alone(used):
     assert torch.equal(weights.grad, torch.full_like(weights, 0 if used == "tokens" else 1))
 
 
+def test_second_derivatives_are_refused():
+    """They would be zero without a word."""
+    bootstrap()
+    data, here = Data(seed=3), buffer()
+    for use in (lambda out: out, lambda out: nvte_ep.ep_combine(here, out)):
+        tokens, weights = data.leaves()
+        received, _, counts = nvte_ep.ep_dispatch(here, tokens, data.idx, weights)
+        first, = torch.autograd.grad(use(experts(received, counts)).square().sum(), tokens, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            (first.square().sum() + tokens.square().sum()).backward()
+
+
+def test_a_buffer_made_in_inference_mode():
+    bootstrap()
+    data = Data(seed=3)
+    with torch.inference_mode():
+        here = buffer()
+        assert layer(here, data.tokens, data.idx, data.weights).is_inference()
+    tokens, weights = data.leaves()
+    layer(here, tokens, data.idx, weights).square().sum().backward()
+    assert_gradients(tokens, weights, data)
+
+
+def test_gradients_add_up_over_two_backward_passes():
+    bootstrap()
+    data = Data(seed=3)
+    tokens, weights = data.leaves()
+    loss = layer(buffer(), tokens, data.idx, weights).square().sum()
+    loss.backward(retain_graph=True)
+    once = tokens.grad.clone()
+    loss.backward()
+    assert torch.equal(tokens.grad, 2 * once)
+
+
 def test_tokens_that_want_no_gradient():
     bootstrap()
     data = Data(seed=4)

@@ -57,6 +57,36 @@ def test_memory_is_released():
         nvte_ep.symm_mem_alloc((4,), torch.float32, torch.distributed.new_group())
 
 
+def test_a_buffer_whose_memory_is_gone():
+    """Nothing is written there."""
+    bootstrap(zero_copy=True)
+    data, here = Data(seed=4), buffer()
+    tokens, weights = data.leaves()
+    received, _, _ = nvte_ep.ep_dispatch(here, tokens, data.idx, weights)
+    nvte_ep.release_symm_mem_pool()
+    nvte_ep.release_symm_mem_pool()
+    with pytest.raises(RuntimeError, match="the symmetric memory of the buffer was given back"):
+        torch.autograd.grad(received, tokens, torch.ones(CAPACITY, HIDDEN, device=DEVICE))
+    for call in (lambda: nvte_ep.ep_dispatch(here, data.tokens, data.idx, data.weights),
+                 lambda: nvte_ep.ep_combine(here, torch.ones(CAPACITY, HIDDEN, device=DEVICE))):
+        with pytest.raises(RuntimeError, match="release_symm_mem_pool took the memory of buffer back: make a new EpBuffer"):
+            call()
+    assert_close(layer(buffer(), data.tokens, data.idx, data.weights), dense(data.tokens, data.idx, data.weights))
+
+
+def test_shapes_of_symmetric_memory():
+    bootstrap(zero_copy=True)
+    assert nvte_ep.symm_mem_alloc((0, 5), torch.float32).shape == (0, 5)
+    for arguments, kind, text in [
+        ((16, torch.float32), TypeError, "shape must be a sequence of integers, found 16"),
+        (((4, 0.5), torch.float32), TypeError, "shape must be a sequence of integers"),
+        (((-1, 5), torch.float32), ValueError, "shape must have no negative size"),
+        (((5,), "float32"), TypeError, "dtype must be a torch.dtype, found 'float32'"),
+    ]:
+        with pytest.raises(kind, match=text):
+            nvte_ep.symm_mem_alloc(*arguments)
+
+
 def test_memory_that_is_not_symmetric_is_refused():
     bootstrap(zero_copy=True)
     data = Data(seed=5)
