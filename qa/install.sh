@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what the tests need on Debian 12 or Ubuntu 24.04, beside Rust and a C++ compiler. Does nothing if all is there.
 set -euo pipefail
-packages="cmake ninja-build libgtest-dev libopenmpi-dev openmpi-bin clang libclang-dev python3-pip binutils g++ pkg-config
+packages="cmake ninja-build libgtest-dev libopenmpi-dev openmpi-bin clang libclang-dev python3-pip python3-venv binutils g++ pkg-config
 abigail-tools dpkg-dev file lintian"
 missing=""
 for package in $packages; do

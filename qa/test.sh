@@ -3,7 +3,7 @@
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 "$here/install.sh" || exit 1
-suites=("$@"); [ $# -gt 0 ] || suites=(L1_cli L0_lint L0_unittest L0_abi L1_cpp_distributed L1_robustness L1_install)
+suites=("$@"); [ $# -gt 0 ] || suites=(L1_cli L0_lint L0_unittest L0_abi L1_cpp_distributed L1_robustness L1_install L1_torch)
 passed=0 failed=0 summary=""
 for suite in "${suites[@]}"; do
   start=$SECONDS
