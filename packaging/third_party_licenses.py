@@ -15,6 +15,8 @@ FILE = ROOT / "THIRD_PARTY_LICENSES"
 HEAD = """What nvte-ep's libraries and command contain besides our own code (LICENSE).
 
 The Rust standard library, Copyright (c) The Rust Project Contributors: MIT OR Apache-2.0.
+
+The font Roboto in the command nvte-ep (cli/font/README.md), Copyright 2011 Google Inc.: Apache-2.0.
 """
 
 

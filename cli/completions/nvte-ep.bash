@@ -28,6 +28,9 @@ _nvte__ep() {
             nvte__ep,launch)
                 cmd="nvte__ep__subcmd__launch"
                 ;;
+            nvte__ep,plot)
+                cmd="nvte__ep__subcmd__plot"
+                ;;
             nvte__ep,run)
                 cmd="nvte__ep__subcmd__run"
                 ;;
@@ -43,6 +46,9 @@ _nvte__ep() {
             nvte__ep__subcmd__help,launch)
                 cmd="nvte__ep__subcmd__help__subcmd__launch"
                 ;;
+            nvte__ep__subcmd__help,plot)
+                cmd="nvte__ep__subcmd__help__subcmd__plot"
+                ;;
             nvte__ep__subcmd__help,run)
                 cmd="nvte__ep__subcmd__help__subcmd__run"
                 ;;
@@ -53,7 +59,7 @@ _nvte__ep() {
 
     case "${cmd}" in
         nvte__ep)
-            opts="-h -V --help --version run bench launch doctor help"
+            opts="-h -V --help --version run bench launch doctor plot help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 1 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -67,7 +73,7 @@ _nvte__ep() {
             return 0
             ;;
         nvte__subcmd__ep__subcmd__bench)
-            opts="-n -v -h --np --nproc-per-node --ranks --tokens --hidden --top-k --experts --max-sms --dtype --routing --routing-file --iterations --rounds --transfer --graph --against --link-gb-per-s --csv --align --seed --runtime --json --timeout --verbose --help"
+            opts="-n -v -h --np --nproc-per-node --ranks --tokens --hidden --top-k --experts --max-sms --dtype --routing --routing-file --iterations --rounds --transfer --graph --against --link-gb-per-s --csv --align --seed --runtime --json --plot --timeout --verbose --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -153,6 +159,10 @@ _nvte__ep() {
                     COMPREPLY=($(compgen -W "auto cuda host" -- "${cur}"))
                     return 0
                     ;;
+                --plot)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
                 --timeout)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
@@ -183,7 +193,7 @@ _nvte__ep() {
             return 0
             ;;
         nvte__subcmd__ep__subcmd__help)
-            opts="run bench launch doctor help"
+            opts="run bench launch doctor plot help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -239,6 +249,20 @@ _nvte__ep() {
             return 0
             ;;
         nvte__subcmd__ep__subcmd__help__subcmd__launch)
+            opts=""
+            if [[ ${cur} == -* || ${COMP_CWORD} -eq 3 ]] ; then
+                COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+                return 0
+            fi
+            case "${prev}" in
+                *)
+                    COMPREPLY=()
+                    ;;
+            esac
+            COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+            return 0
+            ;;
+        nvte__subcmd__ep__subcmd__help__subcmd__plot)
             opts=""
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 3 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
@@ -308,8 +332,34 @@ _nvte__ep() {
             COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
             return 0
             ;;
+        nvte__subcmd__ep__subcmd__plot)
+            opts="-o -h --output --format --help"
+            if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
+                COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+                return 0
+            fi
+            case "${prev}" in
+                --output)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                -o)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --format)
+                    COMPREPLY=($(compgen -W "svg png" -- "${cur}"))
+                    return 0
+                    ;;
+                *)
+                    COMPREPLY=()
+                    ;;
+            esac
+            COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+            return 0
+            ;;
         nvte__subcmd__ep__subcmd__run)
-            opts="-n -v -h --np --nproc-per-node --ranks --tokens --hidden --top-k --experts --max-sms --align --seed --runtime --json --timeout --verbose --dtype --steps --expert-dim --digest --help"
+            opts="-n -v -h --np --nproc-per-node --ranks --tokens --hidden --top-k --experts --max-sms --align --seed --runtime --json --plot --timeout --verbose --dtype --steps --expert-dim --digest --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -361,6 +411,10 @@ _nvte__ep() {
                     ;;
                 --runtime)
                     COMPREPLY=($(compgen -W "auto cuda host" -- "${cur}"))
+                    return 0
+                    ;;
+                --plot)
+                    COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
                 --timeout)

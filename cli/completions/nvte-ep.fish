@@ -30,6 +30,7 @@ complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "run" -d 'Run a mixt
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "bench" -d 'Time every call on the device and on the host: staged against zero-copy groups, one library against another, over sweeps of shapes, with the device memory that a group takes'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "launch" -d 'Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "doctor" -d 'Look at what this machine has for expert parallelism, and say what is missing and what to do about it'
+complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "plot" -d 'Draw what bench and run have printed with --json: time of each call, ratios to another library, bandwidth over tokens, how many rows each expert gets, and received rows with padding of each rank'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "help" -d 'Print this message or the help of the given subcommand(s)'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -s n -l ranks -l np -l nproc-per-node -d 'Ranks to start [default: 4; under a launcher, as many as it started]' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l tokens -d 'Most tokens a rank sends in one step' -r
@@ -42,6 +43,7 @@ complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l seed -d 'Seed of
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l runtime -d 'Where to run' -r -f -a "auto\t'NVTE_EP_RUNTIME if set; else cuda where there is a fit GPU; else host'
 cuda\t'GPUs, through CUDA, NCCL and NCCL EP'
 host\t'The host runtime: no GPU needed'"
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l plot -d 'Also draw the pictures that plot draws, as SVG, into this folder' -r -F
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l timeout -d 'Seconds after which the whole run is ended as failed' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l dtype -d 'Data type of tokens' -r -f -a "bf16\t'bfloat16'
 f16\t'IEEE 754 binary16'
@@ -79,6 +81,7 @@ complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l seed -d 'Seed 
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l runtime -d 'Where to run' -r -f -a "auto\t'NVTE_EP_RUNTIME if set; else cuda where there is a fit GPU; else host'
 cuda\t'GPUs, through CUDA, NCCL and NCCL EP'
 host\t'The host runtime: no GPU needed'"
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l plot -d 'Also draw the pictures that plot draws, as SVG, into this folder' -r -F
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l timeout -d 'Seconds after which the whole run is ended as failed' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l graph -d 'Time replays of CUDA graphs, one for each call, instead of the calls'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l csv -d 'Print a line of comma-separated values for each case, group and call'
@@ -96,8 +99,13 @@ cuda\t'The machine\'s own CUDA and NCCL'"
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand doctor" -l run -d 'Also run a step, of two ranks where they find room'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand doctor" -l json -d 'Print machine-readable results; docs/doctor.md has their form'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand doctor" -s h -l help -d 'Print help (see more with \'--help\')'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor help" -f -a "run" -d 'Run a mixture-of-experts layer, forward and backward, and check every output against a reference'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor help" -f -a "bench" -d 'Time every call on the device and on the host: staged against zero-copy groups, one library against another, over sweeps of shapes, with the device memory that a group takes'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor help" -f -a "launch" -d 'Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor help" -f -a "doctor" -d 'Look at what this machine has for expert parallelism, and say what is missing and what to do about it'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor help" -f -a "help" -d 'Print this message or the help of the given subcommand(s)'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plot" -s o -l output -d 'Folder for the pictures' -r -F
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plot" -l format -d 'How they are written' -r -f -a "svg\t'Scalable vector graphics'
+png\t'Pixels'"
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plot" -s h -l help -d 'Print help (see more with \'--help\')'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor plot help" -f -a "run" -d 'Run a mixture-of-experts layer, forward and backward, and check every output against a reference'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor plot help" -f -a "bench" -d 'Time every call on the device and on the host: staged against zero-copy groups, one library against another, over sweeps of shapes, with the device memory that a group takes'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor plot help" -f -a "launch" -d 'Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor plot help" -f -a "doctor" -d 'Look at what this machine has for expert parallelism, and say what is missing and what to do about it'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor plot help" -f -a "plot" -d 'Draw what bench and run have printed with --json: time of each call, ratios to another library, bandwidth over tokens, how many rows each expert gets, and received rows with padding of each rank'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor plot help" -f -a "help" -d 'Print this message or the help of the given subcommand(s)'

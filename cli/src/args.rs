@@ -3,6 +3,7 @@
 use crate::bench::traffic::Kind;
 use crate::bench::{Case, RowType};
 use crate::element::Dtype;
+use crate::plot::Format;
 use crate::routing::Problem;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
@@ -35,6 +36,11 @@ pub enum Command {
     ///
     /// Exit code 0: usable; 1: not, and the report says why.
     Doctor(DoctorArgs),
+    /// Draw what bench and run have printed with --json: time of each call, ratios to another library, bandwidth over tokens,
+    /// how many rows each expert gets, and received rows with padding of each rank.
+    ///
+    /// Prints the files that it has written.
+    Plot(PlotArgs),
 }
 
 /// The subcommands whose ranks are the command itself.
@@ -136,6 +142,20 @@ pub struct DoctorArgs {
     pub json: bool,
 }
 
+/// The arguments of `plot`.
+#[derive(Debug, Clone, Args)]
+pub struct PlotArgs {
+    /// What bench --json or run --json printed.
+    #[arg(required = true, value_name = "REPORT")]
+    pub reports: Vec<PathBuf>,
+    /// Folder for the pictures.
+    #[arg(short, long, value_name = "DIR", default_value = ".")]
+    pub output: PathBuf,
+    /// How they are written.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "svg")]
+    pub format: Vec<Format>,
+}
+
 /// Which runtime the run asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum RuntimeArg {
@@ -162,6 +182,9 @@ pub struct SharedArgs {
     /// Print machine-readable results instead of tables.
     #[arg(long)]
     pub json: bool,
+    /// Also draw the pictures that plot draws, as SVG, into this folder.
+    #[arg(long, value_name = "DIR")]
+    pub plot: Option<PathBuf>,
     /// Seconds after which the whole run is ended as failed.
     #[arg(long, value_name = "S", default_value_t = 600)]
     pub timeout: u64,

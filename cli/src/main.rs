@@ -6,7 +6,8 @@
 //! starts. [`launched`]: ranks that mpirun and others start. [`rendezvous`], [`directory`]: how ranks meet. [`library`],
 //! [`device`]: what they call. [`session`]: a rank's libraries and communicator. [`step`], [`mod@bench`]: what
 //! a rank does. [`routing`]: its inputs. [`experts`]: the experts.
-//! [`mod@reference`], [`emulate`], [`compare`]: what should come out. [`report`], [`digest`]: what is printed.
+//! [`mod@reference`], [`emulate`], [`compare`]: what should come out. [`report`], [`digest`]: what is printed. [`mod@plot`]: pictures
+//! of it.
 
 mod args;
 mod bench;
@@ -23,6 +24,7 @@ mod launch;
 mod launched;
 mod library;
 mod parallel;
+mod plot;
 mod process;
 mod progress;
 mod reference;
@@ -118,6 +120,7 @@ fn main() -> ExitCode {
             let runtime = runtime.unwrap_or_else(|error| refuse("doctor", &error));
             return finish("doctor", doctor::run(&args, runtime));
         }
+        Command::Plot(args) => return finish("plot", plot::run(&args)),
     };
     let outcome = match std::env::var(supervise::TICKET_VARIABLE) {
         Ok(ticket) => started_rank(&command, &ticket),
@@ -255,6 +258,9 @@ fn run_text(args: &RunArgs, reported: Vec<Reported>) -> Outcome<(String, bool)> 
         ranks,
     };
     let text = if args.shared.json { serde_json::to_string_pretty(&report)? + "\n" } else { report.text() };
+    if let Some(folder) = &args.shared.plot {
+        plot::write(&plot::of_run(&report), folder, &[plot::Format::Svg])?;
+    }
     Ok((text, report.passed))
 }
 
@@ -298,6 +304,9 @@ fn bench_text(args: &BenchArgs, reported: &[Reported]) -> Outcome<(String, bool)
         let head = Head { runtime, reason: &first.choice.reason, notes: &first.plan.notes, ranks: &all };
         report.text(&head, &bench::report::verdict(&all, passed))
     };
+    if let Some(folder) = &args.shared.plot {
+        plot::write(&plot::of_bench(&report), folder, &[plot::Format::Svg])?;
+    }
     if !passed && args.csv {
         eprint!("{}", report::failures(&all));
     }

@@ -80,7 +80,7 @@ impl RankReport {
 }
 
 /// What a run was asked for, and what all its ranks report.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RunReport {
     /// The layer.
     pub problem: Problem,

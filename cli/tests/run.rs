@@ -350,3 +350,26 @@ fn bench_takes_recorded_indices_and_refuses_what_is_no_library() {
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stdout).contains("/nonexistent/lib.so"), "{}", text(&output.stdout));
 }
+
+#[test]
+fn plot_draws_what_the_commands_report() {
+    let folder = tempfile::tempdir().unwrap();
+    let report = folder.path().join("of.json");
+    let run = run(&small(&["--json", "--plot", folder.path().to_str().unwrap()]));
+    std::fs::write(&report, &run.stdout).unwrap();
+    let plot = |file: &std::path::Path| {
+        subcommand("plot", &["--format=svg,png", "-o"]).arg(folder.path()).arg(file).output().unwrap()
+    };
+    let output = plot(&report);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let names = ["of_load.svg", "of_load.png", "of_rows.svg", "of_rows.png"];
+    let files = names.map(|name| folder.path().join(name));
+    assert_eq!(text(&output.stdout), files.each_ref().map(|file| format!("{}\n", file.display())).concat());
+    let read = |name: &str| std::fs::read(folder.path().join(name)).unwrap();
+    assert_eq!(read("load.svg"), read("of_load.svg"), "--plot draws the same");
+    assert!(files.iter().all(|file| file.metadata().unwrap().len() > 1000));
+    std::fs::write(&report, "{}").unwrap();
+    let output = plot(&report);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("of.json: neither `nvte-ep bench --json`"), "{}", text(&output.stderr));
+}

@@ -12,6 +12,8 @@ for arguments in "--ranks 2 --dtype f32 --top-k 1 --align 1" "--ranks 2 --dtype 
   check "run $arguments" "$nvte_ep" run $arguments
 done
 check "bench" "$nvte_ep" bench --ranks 2 --tokens 64 --iterations 3
+check "pictures of a run" "$nvte_ep" run --ranks 4 --tokens 256 --hidden 64 --experts 64 --steps 1 --plot "$TARGET/plot"
+check "the guide's picture is the command's" cmp "$TARGET/plot/load.svg" docs/plots/expert_load.svg
 check "run under mpirun" mpirun --oversubscribe --bind-to none -n 2 "$nvte_ep" run --tokens 64
 refused() { ! "$nvte_ep" run --ranks 3 --experts 16 >/dev/null 2>&1; }
 check "bad arguments are refused" refused

@@ -345,7 +345,8 @@ impl CaseResult {
         }
     }
 
-    fn title(&self) -> String {
+    /// What was timed, in a line.
+    pub fn title(&self) -> String {
         let (p, dtype) = (&self.case.problem, self.case.dtype.name());
         let padding = if p.align > 1 { format!("slabs padded to {}", p.align) } else { "no padding".into() };
         let sms = self.case.max_sms.map_or_else(|| "automatic".into(), |sms| sms.to_string());
@@ -544,7 +545,7 @@ pub fn verdict(ranks: &[RankReport], passed: bool) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::bench::RowType;
     use crate::bench::traffic::{Kind, Traffic, routings};
@@ -578,7 +579,7 @@ mod tests {
         }
     }
 
-    fn report(other: &str) -> (BenchReport, Vec<RankReport>) {
+    pub(crate) fn report(other: &str) -> (BenchReport, Vec<RankReport>) {
         let problem = problem(2, 10, 2, 4, 16);
         let case = Case { problem: problem.clone(), dtype: RowType::Bf16, routing: Kind::Hot, max_sms: Some(16) };
         let traffic = Traffic::of(&problem, &routings(&problem, Kind::Hot, None).unwrap());
