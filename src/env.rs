@@ -96,6 +96,12 @@ pub(crate) const LOG: Variable = Variable {
     default: "warn, and of each kind of message at most one a minute",
     meaning: "log to stderr: off, error, warn, info, debug or trace",
 };
+/// `NVTE_EP_LOG_FORMAT`, which `log` reads.
+pub(crate) const LOG_FORMAT: Variable = Variable {
+    name: "NVTE_EP_LOG_FORMAT",
+    default: "text",
+    meaning: "what a line of the log looks like: text, keyvalue (key=value after key=value), or json (an object a line)",
+};
 
 /// All of them.
 pub const VARIABLES: &[Variable] = &[
@@ -110,6 +116,7 @@ pub const VARIABLES: &[Variable] = &[
     TIMEOUT_MS,
     SHUTDOWN_TIMEOUT_MS,
     LOG,
+    LOG_FORMAT,
 ];
 
 /// The variables that name a library, a program or a folder, of all that the library reads. A program with more rights than

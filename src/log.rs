@@ -5,12 +5,13 @@
 //! where a buffer of the thread would be gone. A line is made first and written in one piece, so that lines of several
 //! ranks do not mix.
 
-use crate::env::LOG;
+use crate::env::{LOG, LOG_FORMAT};
 use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
 use std::fmt::{self, Write as _};
 use std::io::Write as _;
-use std::time::{Duration, Instant};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant, SystemTime};
 use tracing::callsite::Identifier;
 use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
@@ -24,6 +25,36 @@ const BETWEEN: Duration = Duration::from_secs(60);
 /// Events that stand on stderr already.
 const REPORTED: &str = "nvte_ep::reported";
 
+/// What a line looks like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Format {
+    /// For people.
+    Text,
+    /// `key=value` after `key=value`.
+    KeyValue,
+    /// An object a line.
+    Json,
+}
+
+impl Format {
+    /// That of `NVTE_EP_LOG_FORMAT`.
+    fn of_the_process() -> Self {
+        static FORMAT: OnceLock<Format> = OnceLock::new();
+        *FORMAT.get_or_init(|| {
+            let value = std::env::var(LOG_FORMAT.name).unwrap_or_default();
+            match value.as_str() {
+                "" | "text" => Self::Text,
+                "keyvalue" => Self::KeyValue,
+                "json" => Self::Json,
+                other => {
+                    misread(LOG_FORMAT.name, "takes text, keyvalue or json", other, "text");
+                    Self::Text
+                }
+            }
+        })
+    }
+}
+
 /// Installs the subscriber that `NVTE_EP_LOG` asks for, once.
 pub(crate) fn start() {
     static START: std::sync::Once = std::sync::Once::new();
@@ -31,13 +62,11 @@ pub(crate) fn start() {
         let value = std::env::var(LOG.name).ok().filter(|value| !value.is_empty());
         let level = value.as_deref().map(str::parse::<LevelFilter>);
         let lines = match level {
-            None => Lines::new(LevelFilter::WARN, Some(BETWEEN), to_stderr),
-            Some(Ok(level)) => Lines::new(level, None, to_stderr),
+            None => Lines::new(LevelFilter::WARN, Some(BETWEEN), Format::of_the_process(), to_stderr),
+            Some(Ok(level)) => Lines::new(level, None, Format::of_the_process(), to_stderr),
             Some(Err(_)) => {
-                let value = value.unwrap_or_default();
-                let text = "takes off, error, warn, info, debug or trace";
-                to_stderr(&format!("nvte_ep: {} {text}; {value:?} is read as info\n", LOG.name));
-                Lines::new(LevelFilter::INFO, None, to_stderr)
+                misread(LOG.name, "takes off, error, warn, info, debug or trace", &value.unwrap_or_default(), "info");
+                Lines::new(LevelFilter::INFO, None, Format::of_the_process(), to_stderr)
             }
         };
         // An error means that the program has a subscriber: then that one serves.
@@ -48,9 +77,17 @@ pub(crate) fn start() {
 /// Says `text` on stderr, whatever the level of the log: for what must not be silent, as an end that nobody asked for or a
 /// promise that is not kept.
 pub(crate) fn report(text: &str) {
-    to_stderr(&format!("nvte_ep: {text}\n"));
+    match Format::of_the_process() {
+        Format::Text => to_stderr(&format!("nvte_ep: {text}\n")),
+        format => to_stderr(&Line::of_message(text).in_format(format, "error", 0)),
+    }
     // For a subscriber of the program's.
     tracing::error!(target: REPORTED, "{text}");
+}
+
+/// Says that a variable's value is none, and what is taken instead.
+fn misread(name: &str, choices: &str, value: &str, instead: &str) {
+    to_stderr(&format!("nvte_ep: {name} {choices}; {value:?} is read as {instead}\n"));
 }
 
 fn to_stderr(line: &str) {
@@ -70,13 +107,14 @@ struct Kind {
 struct Lines {
     level: LevelFilter,
     between: Option<Duration>,
+    format: Format,
     write: fn(&str),
     kinds: Mutex<FxHashMap<Identifier, Kind>>,
 }
 
 impl Lines {
-    fn new(level: LevelFilter, between: Option<Duration>, write: fn(&str)) -> Self {
-        Self { level, between, write, kinds: Mutex::default() }
+    fn new(level: LevelFilter, between: Option<Duration>, format: Format, write: fn(&str)) -> Self {
+        Self { level, between, format, write, kinds: Mutex::default() }
     }
 
     /// How many messages of this kind were left out before this one; none if this one is to be left out too.
@@ -103,18 +141,9 @@ impl Lines {
             Level::DEBUG => "debug",
             Level::TRACE => "trace",
         };
-        let mut line = Line { message: String::new(), fields: String::new() };
+        let mut line = Line::of_message("");
         record(&mut line);
-        let Line { message, fields } = line;
-        let mut text = format!("nvte_ep: {level}: {message}");
-        if !fields.is_empty() {
-            let _ = write!(text, " [{}]", fields.trim_start());
-        }
-        if left_out > 0 {
-            let _ = write!(text, " ({left_out} more of this kind since the last one)");
-        }
-        text.push('\n');
-        (self.write)(&text);
+        (self.write)(&line.in_format(self.format, level, left_out));
     }
 }
 
@@ -150,17 +179,103 @@ impl Subscriber for Lines {
     fn exit(&self, _: &Id) {}
 }
 
+/// One message.
 struct Line {
     message: String,
-    fields: String,
+    /// Names and values, which say themselves whether they are numbers or words.
+    fields: Vec<(&'static str, String, bool)>,
+}
+
+impl Line {
+    fn of_message(message: &str) -> Self {
+        Self { message: message.to_owned(), fields: Vec::new() }
+    }
+
+    /// A whole line, with its end.
+    fn in_format(&self, format: Format, level: &str, left_out: u64) -> String {
+        let Self { message, fields } = self;
+        let mut text = String::new();
+        if format == Format::Text {
+            let _ = write!(text, "nvte_ep: {level}: {message}");
+            for (number, (name, value, _)) in fields.iter().enumerate() {
+                let _ = write!(text, "{}{name}={value}", if number == 0 { " [" } else { " " });
+            }
+            text += if fields.is_empty() { "" } else { "]" };
+            if left_out > 0 {
+                let _ = write!(text, " ({left_out} more of this kind since the last one)");
+            }
+            text.push('\n');
+            return text;
+        }
+        let seconds = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let begin = [
+            ("time", format!("{}.{:03}", seconds.as_secs(), seconds.subsec_millis()), false),
+            ("level", level.to_owned(), true),
+            ("target", "nvte_ep".to_owned(), true),
+            ("pid", std::process::id().to_string(), false),
+            ("message", message.clone(), true),
+        ];
+        let end = (left_out > 0).then(|| ("left_out", left_out.to_string(), false));
+        let json = format == Format::Json;
+        for (number, (name, value, words)) in begin.iter().chain(fields).chain(&end).enumerate() {
+            match (json, number) {
+                (true, 0) => text.push('{'),
+                (true, _) => text.push(','),
+                (false, 0) => {}
+                (false, _) => text.push(' '),
+            }
+            let quote = *words && (json || value.is_empty() || value.contains([' ', '=', '"', '\n']));
+            let _ = if json { write!(text, "\"{name}\":") } else { write!(text, "{name}=") };
+            if quote { push_quoted(&mut text, value) } else { text.push_str(value) }
+        }
+        text += if json { "}\n" } else { "\n" };
+        text
+    }
+
+    fn add(&mut self, field: &Field, value: String, words: bool) {
+        match field.name() {
+            "message" => self.message = value,
+            name => self.fields.push((name, value, words)),
+        }
+    }
+}
+
+/// A string as JSON has it.
+fn push_quoted(text: &mut String, value: &str) {
+    text.push('"');
+    for letter in value.chars() {
+        match letter {
+            '"' | '\\' => text.extend(['\\', letter]),
+            '\n' => text.push_str("\\n"),
+            control if control < ' ' => {
+                let _ = write!(text, "\\u{:04x}", u32::from(control));
+            }
+            other => text.push(other),
+        }
+    }
+    text.push('"');
 }
 
 impl Visit for Line {
+    fn record_i64(&mut self, field: &Field, value: i64) {
+        self.add(field, value.to_string(), false);
+    }
+
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        self.add(field, value.to_string(), false);
+    }
+
+    fn record_bool(&mut self, field: &Field, value: bool) {
+        self.add(field, value.to_string(), false);
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.add(field, value.to_owned(), true);
+    }
+
+    // What `Display` writes comes here too.
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        let _ = match field.name() {
-            "message" => write!(self.message, "{value:?}"),
-            name => write!(self.fields, " {name}={value:?}"),
-        };
+        self.add(field, format!("{value:?}"), true);
     }
 }
 
@@ -178,7 +293,11 @@ mod tests {
     }
 
     fn with(level: LevelFilter, between: Option<Duration>, body: impl FnOnce()) -> Vec<String> {
-        tracing::subscriber::with_default(Lines::new(level, between, keep), body);
+        in_format(Format::Text, level, between, body)
+    }
+
+    fn in_format(format: Format, level: LevelFilter, between: Option<Duration>, body: impl FnOnce()) -> Vec<String> {
+        tracing::subscriber::with_default(Lines::new(level, between, format, keep), body);
         WRITTEN.take()
     }
 
@@ -206,7 +325,33 @@ mod tests {
         let lines = with(LevelFilter::TRACE, None, || {
             let _call = tracing::trace_span!(target: "nvte_ep", "call", function = "nvte_ep_dispatch").entered();
         });
-        assert_eq!(lines, ["nvte_ep: trace: call [function=\"nvte_ep_dispatch\"]\n"]);
+        assert_eq!(lines, ["nvte_ep: trace: call [function=nvte_ep_dispatch]\n"]);
+    }
+
+    #[test]
+    fn machines_can_read_it() {
+        let log = |format| {
+            let lines = in_format(format, LevelFilter::INFO, None, || {
+                let path = std::path::Path::new("/a b/lib.so");
+                tracing::info!(target: "nvte_ep", device = 3, path = %path.display(), up = true, name = "plain", "it \"is\"\n{}", "\u{1}so");
+            });
+            let [line] = lines.as_slice() else { panic!("{lines:?}") };
+            // The time and the process come first, and are others each time.
+            let (begin, rest) = line.split_once("pid").unwrap();
+            let rest = rest.trim_start_matches(|letter: char| !letter.is_alphabetic());
+            (begin.to_owned(), rest.to_owned())
+        };
+        let (begin, rest) = log(Format::KeyValue);
+        assert!(begin.starts_with("time=1") && begin.ends_with(" level=info target=nvte_ep "), "{begin}");
+        let words = "message=\"it \\\"is\\\"\\n\\u0001so\" device=3 path=\"/a b/lib.so\" up=true name=plain\n";
+        assert_eq!(rest, words);
+        let (begin, rest) = log(Format::Json);
+        assert!(
+            begin.starts_with("{\"time\":1") && begin.ends_with(",\"level\":\"info\",\"target\":\"nvte_ep\",\""),
+            "{begin}"
+        );
+        let object = "message\":\"it \\\"is\\\"\\n\\u0001so\",\"device\":3,\"path\":\"/a b/lib.so\",\"up\":true,\"name\":\"plain\"}\n";
+        assert_eq!(rest, object);
     }
 
     #[test]

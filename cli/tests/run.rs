@@ -121,7 +121,16 @@ fn digests_repeat_and_follow_the_seed() {
 
 #[test]
 fn machine_readable_results() {
-    let output = run(&small(&["--json"]));
+    let log = [("NVTE_EP_LOG", "info"), ("NVTE_EP_LOG_FORMAT", "json")];
+    let output = command(&small(&["--json", "--verbose"])).envs(log).output().unwrap();
+    let lines = text(&output.stderr);
+    let created =
+        lines.lines().find_map(|line| line.strip_prefix("[rank 1] ").filter(|line| line.contains("EP group created")));
+    let created: serde_json::Value = serde_json::from_str(created.unwrap()).unwrap();
+    assert_eq!(
+        (&created["level"], &created["ep_size"], &created["zero_copy"]),
+        (&"info".into(), &2.into(), &false.into())
+    );
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["passed"], true);
     assert_eq!(report["ranks"].as_array().map(Vec::len), Some(2));

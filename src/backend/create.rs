@@ -10,7 +10,7 @@ use super::residency::Residency;
 use super::routing::handles::Handles;
 use super::symm::Symm;
 use super::watch;
-use crate::config::{GroupConfig, GroupRequest, RecvCapacity};
+use crate::config::{GroupConfig, GroupRequest, RecvCapacity, Transfer};
 use crate::env::Env;
 use crate::error::{Error, Result};
 use crate::options::Options;
@@ -98,7 +98,25 @@ pub unsafe fn initialize(comm: Communicator, request: GroupRequest, options: &Op
     // SAFETY: as above, and the communicator's device is current.
     *group = Some(unsafe { Live::create(kind, machine) }?);
     mark.publish();
-    tracing::info!(target: "nvte_ep", device, ?config, rank = comm_facts.rank, "EP group created");
+    let GroupConfig { ep_size, num_experts, max_tokens_per_rank, hidden_dim, max_token_dtype, .. } = config;
+    let max_recv_tokens_per_rank = match config.recv_capacity {
+        RecvCapacity::Fixed(rows) => rows,
+        RecvCapacity::Eager => 0,
+    };
+    tracing::info!(
+        target: "nvte_ep",
+        device,
+        rank = comm_facts.rank,
+        ep_size,
+        num_experts,
+        max_tokens_per_rank,
+        max_recv_tokens_per_rank,
+        hidden_dim,
+        max_token_dtype = %max_token_dtype,
+        zero_copy = config.transfer == Transfer::ZeroCopy,
+        native = kind == EngineKind::Native,
+        "EP group created"
+    );
     Ok(())
 }
 

@@ -332,7 +332,7 @@ impl Group {
         let memory = handle.mem.bytes(HEADER_BYTES, layer.engine_bytes);
         // SAFETY: the memory is the caller's, of the size that was checked, for as long as the handle is used.
         let opened = unsafe { self.engine.open(&layer.config, &memory) }?;
-        tracing::debug!(target: "nvte_ep", key = ?handle.key, memory = handle.mem.data, "handle created");
+        tracing::debug!(target: "nvte_ep", memory = handle.mem.data, top_k = layer.config.top_k, "handle created");
         self.handles.put(handle.key, handle.mem.data, layer.config, tokens, opened);
         for old in self.handles.take_gone() {
             self.engine.close(old)?;

@@ -26,7 +26,8 @@ impl Group {
         }
         let id = next_layer_id();
         self.layers.insert(id, layer);
-        tracing::debug!(target: "nvte_ep", id, ?layer, "layer registered");
+        let (top_k, alignment) = (layer.config.top_k, layer.config.alignment.tokens());
+        tracing::debug!(target: "nvte_ep", id, top_k, alignment, handle_bytes = layer.mem_bytes(), "layer registered");
         Ok((id, layer.mem_bytes()))
     }
 

@@ -11,6 +11,7 @@ use crate::options::Options;
 use crate::preflight::{self, GroupVariables, Place, SmCounts};
 use crate::sys::{self, NcclEpLibrary};
 use nvte_ep_bindings as b;
+use std::path::Path;
 
 /// The loaded library, and our kernels for it.
 pub(in crate::backend) struct Candidate {
@@ -40,7 +41,8 @@ impl Candidate {
             RuntimeKind::Cuda => preflight::jit(base, library, nccl, env.timeout)?.export(),
             RuntimeKind::Host => preflight::host_compiler(library)?,
         }
-        tracing::info!(target: "nvte_ep", path = ?library.path, version = library.functions.version()?, "NCCL EP");
+        let (path, version) = (library.path.as_deref().unwrap_or(Path::new("")), library.functions.version()?);
+        tracing::info!(target: "nvte_ep", path = %path.display(), version, "NCCL EP");
         Ok(Self { library, index_copier: IndexCopier::load(&base.cuda, device)? })
     }
 
