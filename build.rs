@@ -1,4 +1,4 @@
-//! Builds `shim/`, the only C++ of the libraries, and the table of error codes from docs/errors.md.
+//! Builds `shim/`, the only C++ of the libraries, the table of error codes from docs/errors.md, and the list of compiled kernels.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -14,6 +14,25 @@ fn main() {
         .files(["shim/boundary.cc", "shim/thread_exit.cc"])
         .compile("nvte_ep_shim");
     error_codes();
+    cubins();
+}
+
+/// The machine code that packaging/cubins.sh left in the folder NVTE_EP_CUBINS, by architecture; without one none.
+fn cubins() {
+    println!("cargo::rerun-if-env-changed=NVTE_EP_CUBINS");
+    let mut table = String::from("&[\n");
+    if let Some(folder) = std::env::var_os("NVTE_EP_CUBINS") {
+        let folder = Path::new(&folder).canonicalize().expect("NVTE_EP_CUBINS is a folder");
+        for architecture in [90, 100, 120] {
+            let path = folder.join(format!("native_sm_{architecture}.cubin"));
+            println!("cargo::rerun-if-changed={}", path.display());
+            assert!(path.is_file(), "{} is missing: packaging/cubins.sh makes it", path.display());
+            writeln!(table, "    ({architecture}, include_bytes!({path:?})),").expect("a string takes all");
+        }
+    }
+    table.push(']');
+    let out = std::env::var_os("OUT_DIR").expect("Cargo sets it");
+    std::fs::write(Path::new(&out).join("cubins.rs"), table).expect("the folder is Cargo's for this");
 }
 
 /// Of each entry its number and the parts of its texts between what is filled in.

@@ -267,6 +267,15 @@ impl GroupConfig {
                 self.num_experts,
             ));
         }
+        for (name, found, most) in
+            [("ep_size", self.ep_size, limits.ranks), ("num_experts", self.num_experts, limits.experts)]
+        {
+            if found > most {
+                let required = format!("must be at most {most} with {}", limits.name);
+                return Err(Error::argument(field(name), required, found)
+                    .with_remedy("lower it, or set the option backend to nccl_ep"));
+            }
+        }
         if self.local_experts() > limits.local_experts {
             return Err(Error::argument(
                 field("num_experts"),

@@ -9,6 +9,10 @@ pub struct Limits {
     pub name: &'static str,
     /// Most experts per token.
     pub top_k: u32,
+    /// Most ranks.
+    pub ranks: u32,
+    /// Most experts of a group.
+    pub experts: u32,
     /// Most experts that one rank owns.
     pub local_experts: u32,
     /// The number of experts of the group is a multiple of this.
@@ -53,6 +57,8 @@ pub static NCCL_EP: Limits = Limits {
     name: "NCCL EP",
     // Its expert-major kernels are compiled with tables of these sizes.
     top_k: 32,
+    ranks: u32::MAX,
+    experts: u32::MAX,
     local_experts: 256,
     // It moves routing rows of 4 experts, and its tables of T * ranks entries by 16 bytes.
     experts_multiple: 4,
@@ -78,9 +84,13 @@ pub static NCCL_EP: Limits = Limits {
 /// The native engine (`kernels/native/`).
 pub static NATIVE: Limits = Limits {
     name: "the native engine",
-    top_k: 32,
-    // Its shared memory for a rank's counts.
-    local_experts: 1024,
+    // A bit of a 64-bit word for each of a token's rows on a rank.
+    top_k: 64,
+    // Those of the largest NVLink domain; a token's ranks are bits of two words.
+    ranks: 72,
+    // Its shared memory for all counts, and exchanged indices have 16 bits.
+    experts: 4096,
+    local_experts: 4096,
     experts_multiple: 1,
     tokens_multiple: 1,
     // Rows move by 16-byte copies.
@@ -92,7 +102,7 @@ pub static NATIVE: Limits = Limits {
     zero_copy: ZeroCopyLimits {
         ranks: 72,
         recv_rows: (1 << 25) - 2,
-        duplicates: 32,
+        duplicates: 64,
         power_of_two_experts: false,
         aligned_capacity: false,
     },

@@ -82,7 +82,7 @@ structures! {
     Handle { meta, experts, targets, slots, zones, counts, alive, top_k, width }
     PrepareArguments {
         group, handle, topk_idx, token_counts, total, header, capacity, header_words, tokens, alignment, indices_are_64, counts_are_64,
-        total_is_64, drop
+        total_is_64, drop, by_place
     }
     DispatchArguments {
         group, handle, tokens, scales, weights, recv_tokens, recv_scales, recv_weights, rows, row_bytes, scale_bytes, piece_bytes, stages,
@@ -128,9 +128,16 @@ fn host_and_kernels_agree_on_every_structure() {
 /// taken off.
 #[test]
 fn a_launch_has_the_shared_memory_that_its_kernel_takes() {
-    for (ranks, experts, top_k, row_bytes, scale_bytes) in
-        [(1, 8, 2, 512, 0), (4, 64, 8, 14336, 0), (8, 64, 8, 7168, 224), (3, 51, 32, 28672, 0), (72, 288, 8, 16384, 0)]
-    {
+    for (ranks, experts, top_k, row_bytes, scale_bytes) in [
+        (1, 8, 2, 512, 0),
+        (4, 64, 8, 14336, 0),
+        (8, 64, 8, 7168, 224),
+        (3, 51, 32, 28672, 0),
+        (72, 288, 8, 16384, 0),
+        (72, 4032, 64, 32768, 0),
+        (8, 4096, 64, 14336, 448),
+        (1, 4096, 64, 14336, 0),
+    ] {
         let request = GroupRequest {
             ep_size: ranks,
             num_experts: experts,

@@ -102,11 +102,14 @@ struct PrepareArguments {
   const void* topk_idx;
   void* token_counts;  // or null
   void* total;         // or null
-  u32* header;         // the routing header: its two words, the total's two, the number of invalid indices
-  u64 capacity;        // rows of the receive side; all ones: not known yet
+  u32* header;   // the routing header: its two words, zeros until all is done, the total's two, the number of invalid
+                 // indices
+  u64 capacity;  // rows of the receive side; all ones: not known yet
   u32 header_words[2];
   u32 tokens, alignment;
   u8 indices_are_64, counts_are_64, total_is_64, drop;
+  u8 by_place;  // a row is dropped by its place alone, not by how many tokens came before its own
+  u8 unused[3];
 };
 
 struct DispatchArguments {

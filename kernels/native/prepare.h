@@ -129,6 +129,8 @@ EP_DEVICE void prepare_block(const PrepareArguments& a, u32 block, Team team, Wa
   u32* own_counters = g.counters + block * kCounters;
   const u32 turn = own_counters[kPrepares] + 1, half = turn % 2;
 
+  // Until the end there is no routing, and none if a wait was in vain.
+  if (block == 0 && team.thread == 0) a.header[0] = a.header[1] = 0;
   for (u32 i = team.thread; i < parts * g.experts; i += team.threads) s.parts[i] = 0;
   for (u32 i = team.thread; i < parts * g.ranks; i += team.threads) s.unique[i] = 0;
   for (u32 i = team.thread; i < 2 * s.columns; i += team.threads) s.sums[i] = 0;  // `before` too
@@ -280,13 +282,14 @@ EP_DEVICE void prepare_block(const PrepareArguments& a, u32 block, Team team, Wa
     u32 unique = begin < end ? s.unique[task] : 0;
     for (u32 token = begin; token < begin + part; ++token) {
       const u64 pair = u64(token) * g.ranks + source;
+      const auto has_place = [&](u32 slot) { return slot < a.capacity && (a.by_place != 0 || unique < a.capacity); };
       for (u32 k = lane; k < top_k; k += lanes) {
         u32 slot = kNoRow;
         if (token < end && token < s.tokens[source]) {
           const u32 expert = static_cast<u32>(static_cast<int>(experts[u64(token) * top_k + k])) - first_expert;
           if (expert < local) {
             slot = next[expert]++;
-            if (limited && slot < a.capacity && unique < a.capacity) add_shared(&s.alive[expert], 1);
+            if (limited && has_place(slot)) add_shared(&s.alive[expert], 1);
           }
         }
         scratch[k] = slot;
@@ -300,8 +303,7 @@ EP_DEVICE void prepare_block(const PrepareArguments& a, u32 block, Team team, Wa
           if (slot == kNoRow) continue;
           u32 place = 0;
           for (u32 other = 0; other < top_k; ++other) place += scratch[other] < slot;
-          const bool alive = slot < a.capacity && unique < a.capacity;
-          h.slots[pair * h.width + place] = slot_entry(alive ? slot : kNoRow, k);
+          h.slots[pair * h.width + place] = slot_entry(has_place(slot) ? slot : kNoRow, k);
         }
         for (u32 place = found + lane; place < h.width; place += lanes) h.slots[pair * h.width + place] = kNoSlot;
       }
@@ -334,7 +336,9 @@ EP_DEVICE void prepare_block(const PrepareArguments& a, u32 block, Team team, Wa
     }
   }
   const u32 all_invalid = s.sums[g.experts + g.ranks];
-  a.header[0] = a.header_words[0], a.header[1] = a.header_words[1];
+  if (load_relaxed(&g.status->failed) == 0 && load_relaxed(&g.status->abort) == 0) {
+    a.header[0] = a.header_words[0], a.header[1] = a.header_words[1];
+  }
   a.header[2] = static_cast<u32>(total), a.header[3] = static_cast<u32>(total >> 32);
   a.header[4] = all_invalid;
   if (all_invalid != 0) add_system(&g.status->invalid_indices, all_invalid);

@@ -2,7 +2,7 @@
 
 use super::agreement::{self, Kind, Meeting, Statement};
 use super::communicator::Communicator;
-use super::engine::{Candidate, EngineKind, Fit, Machine};
+use super::engine::{Candidate, Choice, EngineKind, Fit, Machine};
 use super::fork;
 use super::live::{Group, Live};
 use super::registry::Slot;
@@ -74,10 +74,10 @@ pub unsafe fn initialize(comm: Communicator, request: GroupRequest, options: &Op
     fork::require_parent()?;
     let mark = fork::Mark::new()?;
     let mut env = Env::from_process()?;
-    let kind = EngineKind::choose(options, &env);
-    let config = GroupConfig::of(options.apply(request)?, kind.limits())?;
+    let request = options.apply(request)?;
+    let choice = Choice::of(options, &env, request)?;
     if comm.0 == 0 {
-        let required = format!("must be an ncclComm_t over the group's {} ranks", config.ep_size);
+        let required = format!("must be an ncclComm_t over the group's {} ranks", choice.config.ep_size);
         return Err(Error::argument("ep_comm", required, "NULL"));
     }
     env.timeout = options.timeout.unwrap_or(env.timeout);
@@ -87,13 +87,15 @@ pub unsafe fn initialize(comm: Communicator, request: GroupRequest, options: &Op
     // SAFETY: the caller vouches for `comm`.
     let comm_facts = unsafe { base.nccl.comm_facts(comm.as_raw()) };
     let comm_facts = comm_facts.map_err(|error| preflight::foreign_communicator(base, error))?;
-    preflight::communicator(&comm_facts, config.ep_size, device)?;
+    preflight::communicator(&comm_facts, choice.config.ep_size, device)?;
     // Held over the whole creation: a second initialize, or a shutdown, of this device waits for its outcome.
     let mut group = Slot::of(device).group.lock();
     if group.is_some() {
         return Err(Error::AlreadyInitialized { device });
     }
     let (facts, nccl) = (base.cuda.device_facts(device)?, base.nccl.version()?);
+    let Choice { kind, config, reason, .. } = choice.settle(request, &facts, &comm_facts, nccl)?;
+    tracing::info!(target: "nvte_ep", engine = kind.limits().name, reason, "engine");
     let machine = Machine { base, env, device, facts, comm, comm_facts, nccl, config, options };
     // SAFETY: as above, and the communicator's device is current.
     *group = Some(unsafe { Live::create(kind, machine) }?);
@@ -190,7 +192,7 @@ impl Live {
             }
         };
         let handles = Handles::new(config.relocation, env.handle_cache_size.limit(config.dialect.default_handle_limit));
-        let watch = means.watch(progress, env.shutdown_timeout);
+        let watch = means.watch(progress, env.shutdown_timeout, engine.abort());
         meeting.watch(watch.share());
         static EPOCH: AtomicU64 = AtomicU64::new(0);
         let group = Group {

@@ -91,6 +91,10 @@ impl Live {
             // The caller gets it as an exception.
             tracing::info!(target: "nvte_ep", device, "{text}");
             watch.progress().give_up(&text);
+            if let Some(abort) = group.engine.abort() {
+                // SAFETY: the engine is not destroyed, here or later.
+                unsafe { abort.now() };
+            }
             watch.abandon();
             return vec![text];
         }

@@ -5,6 +5,7 @@
 //!
 //! Calls that are captured are not watched: graphs are replayed without the library.
 
+use super::engine::Abort;
 use super::in_flight::{self, Place, Turn};
 use crate::error::{Error, Result};
 use crate::log::report;
@@ -59,6 +60,8 @@ pub(super) struct Watched {
     /// How long a process that takes no notice goes on; none = for ever.
     grace: Option<Duration>,
     progress: Progress,
+    /// Ends the kernels of the calls in flight.
+    abort: Option<Abort>,
     /// Where calls in flight are kept; none where calls are not watched.
     places: Box<[Place<Events>]>,
     /// Why the group is at its end.
@@ -106,13 +109,14 @@ impl Means {
     }
 
     /// Watches the calls of a group. `grace`: how long a process goes on that takes no notice of the group's end; none = for
-    /// ever.
-    pub(super) fn watch(mut self, progress: Progress, grace: Option<Duration>) -> Watch {
+    /// ever. `abort`: of the group's engine, which is destroyed after [`Watch::stop`] at the earliest.
+    pub(super) fn watch(mut self, progress: Progress, grace: Option<Duration>, abort: Option<Abort>) -> Watch {
         let watched = Arc::new(Watched {
             base: self.base,
             limit: self.limit,
             grace,
             progress,
+            abort,
             places: std::mem::take(&mut self.places),
             ended: OnceLock::new(),
             noticed: AtomicBool::new(false),
@@ -402,6 +406,10 @@ impl Watched {
         // First, so that a call that is refused from here on does not count as one that may be made again.
         let _ = self.ended.set(text.clone());
         self.progress.give_up(&text);
+        if let Some(abort) = &self.abort {
+            // SAFETY: the thread that calls this ends before the engine does.
+            unsafe { abort.now() };
+        }
         report(&text);
     }
 

@@ -37,9 +37,23 @@ impl Module {
     /// its GPU, or finds it in its cache.
     pub(crate) fn load(cuda: &'static Cuda, ptx: &str) -> Result<Self> {
         assert!(ptx.ends_with('\0'), "the driver reads up to a zero byte");
+        // SAFETY: the text ends in a zero byte.
+        unsafe { Self::load_image(cuda, ptx.as_ptr()) }
+    }
+
+    /// Loads machine code, which is for this GPU, into the current context.
+    pub(crate) fn load_cubin(cuda: &'static Cuda, cubin: &[u8]) -> Result<Self> {
+        assert!(cubin.starts_with(b"\x7fELF"), "the driver reads what the ELF header says");
+        // SAFETY: a whole ELF file.
+        unsafe { Self::load_image(cuda, cubin.as_ptr()) }
+    }
+
+    /// # Safety
+    /// `image` is an image that tells its own end.
+    unsafe fn load_image(cuda: &'static Cuda, image: *const u8) -> Result<Self> {
         let mut raw = std::ptr::null_mut();
-        // SAFETY: the text ends in a zero byte, and `raw` lives across the call.
-        cuda.check("cuModuleLoadData", unsafe { (cuda.cuModuleLoadData)(&raw mut raw, ptx.as_ptr().cast()) })?;
+        // SAFETY: the caller's image; `raw` lives across the call.
+        cuda.check("cuModuleLoadData", unsafe { (cuda.cuModuleLoadData)(&raw mut raw, image.cast()) })?;
         Ok(Self { cuda, raw })
     }
 

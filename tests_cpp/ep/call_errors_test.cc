@@ -366,8 +366,13 @@ TEST_F(OverlapErrors, Dispatch) {
 TEST_F(OverlapErrors, Combine) {
   CombineArgs args = step().combine_args();
   const Tensor over_memory = Moved(args.result, rig().layer.memory().data());
-  args.result = over_memory.get();
-  Refuses("nvte_ep_combine", {"result must not share memory with", kHandleMem}, [&] { args.Call(); });
+  // The native engine's is smaller, and a tensor that leaves its allocation is refused for that.
+  if (rig().layer.memory().size() >= BytesOf(args.result)) {
+    args.result = over_memory.get();
+    Refuses("nvte_ep_combine", {"result must not share memory with", kHandleMem}, [&] { args.Call(); });
+  } else {
+    EXPECT_TRUE(OnNativeEngine());
+  }
   args = step().combine_args();
   const Tensor last_rows =
       Moved(args.result, DataOf(args.expert_out) + BytesOf(args.expert_out) - BytesOf(args.result));

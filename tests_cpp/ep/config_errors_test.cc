@@ -41,7 +41,7 @@ TEST_F(GroupConfigErrors, NumExperts) {
   Refuses([](NVTEEpGroupConfig& config) { config.num_experts = -8; }, {"num_experts", "-8"});
   const int odd = 4 * Ranks() + 1;
   Refuses([odd](NVTEEpGroupConfig& config) { config.num_experts = odd; }, {"num_experts", std::to_string(odd)});
-  if (Ranks() == 2) {
+  if (Ranks() == 2 && !OnNativeEngine()) {
     // NCCL EP takes a multiple of 4 experts.
     Refuses([](NVTEEpGroupConfig& config) { config.num_experts = 6; }, {"num_experts", "4", "6"});
   }
@@ -75,13 +75,22 @@ TEST_F(GroupConfigErrors, LimitOfSms) {
   Refuses([](NVTEEpGroupConfig& config) { SetSmLimit(config, -1); }, {kSmLimit, "-1"});
   Refuses([](NVTEEpGroupConfig& config) { SetSmLimit(config, 100000); }, {kSmLimit, "100000"});
   // NCCL EP of API 2, and so the host runtime, has barriers for so many blocks of dispatch.
-  if (EveryShapeIsCheap() && Ranks() > 1) {
+  if (EveryShapeIsCheap() && Ranks() > 1 && !OnNativeEngine()) {
     Refuses([](NVTEEpGroupConfig& config) { SetSmLimit(config, 35); }, {kSmLimit, "at most 34", "got 35"});
   }
 }
 
-// The buffers that NCCL EP would ask for, and end the process over.
+// The buffers that NCCL EP would ask for, and end the process over; and the native engine's, which depend on the width
+// of rows alone.
 TEST_F(GroupConfigErrors, MoreMemoryThanThereIs) {
+  if (OnNativeEngine()) {
+    GroupShape wide;
+    wide.hidden = 1 << 27;
+    EXPECT_TRUE(Throws("nvte_ep_initialize",
+                       {"bytes of device memory on each rank", "free", "lower hidden_dim, max_tokens_per_rank"},
+                       [&] { Group group(wide); }));
+    return;
+  }
   GroupShape shape = Eager(GroupShape{});
   shape.top_k = 8;
   shape.experts_per_rank = 8;

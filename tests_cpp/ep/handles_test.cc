@@ -82,7 +82,8 @@ TEST(Handles, LadderOfTokenCountsOnOneHandle) {
   const std::optional<HostStats> stepped = ReadHostStats();
   group.Shutdown();
   const std::optional<HostStats> after = ReadHostStats();
-  if (!before || !stepped || !after) return;
+  // The counters are of NCCL EP's functions.
+  if (!before || !stepped || !after || OnNativeEngine()) return;
   EXPECT_EQ(stepped->groups_created - before->groups_created, 1u);
   EXPECT_EQ(stepped->handles_created - before->handles_created, 1u);
   EXPECT_EQ(stepped->handles_destroyed, before->handles_destroyed);

@@ -1,5 +1,6 @@
 // The native engine's kernels against a plain reference: every byte of counts, rows, weights, sums and gradients.
 //   native_kernels [--steps N] [--seed S]   random shapes; on a CPU with threads that are delayed at random
+//   native_kernels --delay US --sleep MS    on a GPU: ranks are late by up to US, and the last one by MS, in every call
 //   native_kernels --bench ...              on a GPU: times of each call, ranks as streams (see bench.h)
 #if defined(__CUDACC__)
 #include "run_gpu.h"
@@ -112,7 +113,7 @@ void check_steps(const Shape& s, int steps, std::mt19937_64& random) {
       p.topk_idx = b.d_index, p.indices_are_64 = is_64, p.tokens = static_cast<u32>(tokens), p.alignment = s.alignment;
       p.token_counts = b.d_counts, p.total = b.d_total, p.counts_are_64 = p.total_is_64 = counts_64;
       p.header = rank.header, p.header_words[0] = 77, p.header_words[1] = 78;
-      p.capacity = s.capacity, p.drop = s.drop;
+      p.capacity = s.capacity, p.drop = s.drop, p.by_place = s.by_place;
       world.prepare(r, p);
       DispatchArguments d{};
       d.group = rank.group, d.handle = rank.handle;
@@ -214,6 +215,36 @@ void check_steps(const Shape& s, int steps, std::mt19937_64& random) {
   }
 }
 
+/// A rank that is alone in prepare gives up and says for whom it waited, or ends at once where the host says so; its
+/// handle memory holds no routing then. It has one block: one that gave up does not wait for the others either, and
+/// reads what they write.
+void check_lost_peer() {
+  for (const bool aborted : {false, true}) {
+    Shape s;
+    s.blocks = 1;
+    World world(s, aborted ? 60'000'000'000 : 100'000'000);
+    Rank& rank = world.ranks[0];
+    rank.group.status->abort = aborted;
+    const std::vector<u32> old = {77, 78, 0, 0, 0};
+    copy(rank.header, old.data(), old.size() * sizeof(u32));
+    PrepareArguments p{};
+    p.group = rank.group, p.handle = rank.handle, p.alignment = 1, p.header = rank.header, p.capacity = ~0ull;
+    p.header_words[0] = 77, p.header_words[1] = 78;
+    const std::vector<i64> indices(s.top_k);
+    i64* d_indices = upload(indices);
+    p.topk_idx = d_indices, p.indices_are_64 = 1, p.tokens = 1;
+    world.prepare(0, p);
+    world.ranks[0].queue[0]();
+#if EP_GPU
+    WORLD_CHECK(cudaStreamSynchronize(rank.stream));
+#endif
+    release(d_indices);
+    expect(download<u32>(rank.header, 2), {0, 0}, "header without a routing", 0);
+    const Status& status = *rank.group.status;
+    expect<u32>({status.failed, status.peer}, {aborted ? kWaitNone : kWaitPrepare, aborted ? 0u : 1u}, "status", 0);
+  }
+}
+
 #if !EP_GPU
 thread_local std::minstd_rand delays{std::random_device{}()};
 
@@ -233,6 +264,8 @@ int main(int count, char** arguments) {
     const std::string option = arguments[i];
 #if EP_GPU
     if (option == "--bench") return world::bench(count - i - 1, arguments + i + 1);
+    if (option == "--delay" && i + 1 < count) world::delays.microseconds = std::atoi(arguments[++i]);
+    if (option == "--sleep" && i + 1 < count) world::delays.milliseconds = std::atoi(arguments[++i]);
 #endif
     if (option == "--steps" && i + 1 < count) steps = std::atoi(arguments[++i]);
     if (option == "--seed" && i + 1 < count) seed = std::strtoull(arguments[++i], nullptr, 10);
@@ -240,14 +273,15 @@ int main(int count, char** arguments) {
 #if !EP_GPU
   nvte_ep::disturb = delay;
 #endif
+  check_lost_peer();
   std::mt19937_64 random(seed);
   auto one_of = [&](std::initializer_list<u32> values) { return values.begin()[random() % values.size()]; };
   for (int done = 0; done < steps && different == 0;) {
     Shape s;
     s.ranks = one_of({1, 2, 3, 4, 8});
     s.blocks = EP_GPU ? one_of({1, 4, 8, 16}) : one_of({1, 2, 3});
-    s.experts = s.ranks * one_of({1, 2, 3, 8, 17});
-    s.top_k = std::min(s.experts, one_of({1, 2, 3, 8, 40}));
+    s.experts = s.ranks * one_of({1, 2, 3, 8, 17, 17, 72});
+    s.top_k = std::min(s.experts, one_of({1, 2, 3, 8, 40, 64}));
     s.max_tokens = one_of({1, 5, 16, 70});
     s.type = static_cast<RowType>(random() % 3);
     s.row_bytes = one_of({16, 48, 256, 1040, 4096});
@@ -259,6 +293,7 @@ int main(int count, char** arguments) {
     s.capacity = one_of({0, 1}) ? ~0ull : balanced + s.max_tokens;
     s.drop = s.capacity != ~0ull && one_of({0, 1});
     if (s.drop) s.capacity = std::max(balanced / 3, u64(1));
+    s.by_place = s.drop && one_of({0, 1});
     s.staged = {one_of({1, 2, 4, 8}), one_of({2, 3, 5})};
     s.summed = {one_of({1, 2, 4, 8}), one_of({2, 3, 6})};
     s.stages = one_of({4, 5, 9}), s.peer_stages = one_of({1, 2, 5}), s.own_stages = one_of({1, 3, 7});

@@ -50,7 +50,7 @@ struct Reference {
           for (size_t i = 0; i < cleaned[source].size(); ++i) {
             if (cleaned[source][i] != static_cast<int>(e)) continue;
             const u32 token = static_cast<u32>(i / s.top_k);
-            const bool alive = row < s.capacity && unique.at({source, token}) < s.capacity;
+            const bool alive = row < s.capacity && (s.by_place || unique.at({source, token}) < s.capacity);
             rows[d][row] = {source, token, static_cast<u32>(i % s.top_k), alive};
             slots[d][{source, token}].push_back(row);
             ++row;

@@ -61,10 +61,30 @@ inline void World::combine(u32 rank, CombineArguments a) {
   });
 }
 
+/// How ranks are made late: by a kernel of a random time before each call, and the last rank by the host.
+struct Delays {
+  u32 microseconds = 0, milliseconds = 0;
+  std::minstd_rand random{1};
+};
+inline Delays delays;
+
+__global__ void spin(u64 time_ns) {
+  const u64 start = nanoseconds();
+  while (nanoseconds() - start < time_ns) {
+  }
+}
+
 inline void World::run() {
   // By turns, since a full queue of launches would keep one rank's from the others.
   for (size_t call = 0; call < ranks[0].queue.size(); ++call) {
-    for (Rank& rank : ranks) rank.queue[call]();
+    for (Rank& rank : ranks) {
+      if (delays.microseconds != 0) {
+        spin<<<1, 1, 0, rank.stream>>>(u64(delays.random() % delays.microseconds) * 1000);
+        WORLD_CHECK(cudaGetLastError());
+      }
+      if (&rank == &ranks.back()) std::this_thread::sleep_for(std::chrono::milliseconds(delays.milliseconds));
+      rank.queue[call]();
+    }
   }
   for (Rank& rank : ranks) {
     rank.queue.clear();

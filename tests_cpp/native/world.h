@@ -28,7 +28,7 @@ struct Shape {
   RowType type = kBFloat16;
   u32 alignment = 1;
   u64 capacity = ~0ull;
-  bool drop = false;
+  bool drop = false, by_place = false;
   Window staged{4, 3}, summed{4, 3};
   u32 piece_bytes = 16384, stages = 4, peer_stages = 4, own_stages = 4;
   u32 local() const { return experts / ranks; }

@@ -10,6 +10,21 @@ int MaxSms() {
   return text == nullptr ? 0 : std::atoi(text);
 }
 
+bool OnNativeEngine() {
+  static const bool native = [] {
+    NVTEEpExtMemoryUsage usage = {};
+    usage.struct_size = sizeof usage;
+    try {
+      nvte_ep_ext_memory_usage(&usage);
+    } catch (const std::exception&) {
+      const Group group{GroupShape()};
+      nvte_ep_ext_memory_usage(&usage);
+    }
+    return usage.engine == 2;
+  }();
+  return native;
+}
+
 NVTEEpGroupConfig GroupShape::Config() const {
   const int ranks = World::Get().size();
   NVTEEpGroupConfig config = {};

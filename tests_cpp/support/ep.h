@@ -24,6 +24,9 @@
 
 namespace test {
 
+// Whether groups of this run have the native engine, and not NCCL EP. Collective where there is no group yet.
+bool OnNativeEngine();
+
 // Most SMs a rank may use, from NVTE_EP_TEST_MAX_SMS; 0 = the library's choice. Ranks that share a GPU need a cap.
 int MaxSms();
 

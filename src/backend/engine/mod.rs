@@ -7,7 +7,7 @@ mod native;
 mod nccl_ep;
 
 use super::communicator::Communicator;
-use crate::config::{GroupConfig, LayerConfig};
+use crate::config::{GroupConfig, GroupRequest, LayerConfig};
 use crate::env::Env;
 use crate::error::{Error, Result};
 use crate::limits::{self, Limits};
@@ -19,6 +19,8 @@ use crate::sys::Base;
 use crate::sys::cuda::{DeviceFacts, Stream};
 use crate::sys::nccl::CommFacts;
 use crate::tensor::TensorView;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Which engine a group has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,17 +39,89 @@ impl EngineKind {
             Self::Native => &limits::NATIVE,
         }
     }
+}
 
-    /// The engine that the option `backend` or, where that leaves it open, NVTE_EP_BACKEND asks for.
-    pub(super) fn choose(options: &Options, env: &Env) -> Self {
-        let choice = match options.backend {
-            EngineChoice::Auto => env.backend,
-            choice => choice,
+/// What `auto` tries first. With the native engine here, NCCL EP takes what that cannot.
+const AUTO: EngineKind = EngineKind::NcclEp;
+
+/// The engine of a group to be, with the group's configuration by its rules.
+#[derive(Debug)]
+pub(super) struct Choice {
+    pub(super) kind: EngineKind,
+    pub(super) config: GroupConfig,
+    /// Who asked for it; with `auto` why the native engine cannot take the group.
+    pub(super) reason: String,
+    /// Another may still take its place.
+    is_open: bool,
+}
+
+impl Choice {
+    /// The engine that the option `backend` or, where that leaves it open, NVTE_EP_BACKEND asks for; with `auto` one that takes the
+    /// configuration.
+    ///
+    /// # Errors
+    /// What is wrong with the request.
+    pub(super) fn of(options: &Options, env: &Env, request: GroupRequest) -> Result<Self> {
+        let (asked, by) = match options.backend {
+            EngineChoice::Auto => (env.backend, "NVTE_EP_BACKEND"),
+            choice => (choice, "the option backend"),
         };
-        match choice {
-            EngineChoice::Auto | EngineChoice::NcclEp => Self::NcclEp,
-            EngineChoice::Native => Self::Native,
+        let (kind, reason) = match asked {
+            EngineChoice::Auto => (AUTO, "auto".to_owned()),
+            EngineChoice::NcclEp => (EngineKind::NcclEp, by.to_owned()),
+            EngineChoice::Native => (EngineKind::Native, by.to_owned()),
+        };
+        let is_open = asked == EngineChoice::Auto && kind == EngineKind::Native;
+        match GroupConfig::of(request, kind.limits()) {
+            Err(error) if is_open => Self::other(request, &error),
+            config => Ok(Self { kind, config: config?, reason, is_open }),
         }
+    }
+
+    fn other(request: GroupRequest, problem: &Error) -> Result<Self> {
+        let kind = EngineKind::NcclEp;
+        let config = GroupConfig::of(request, kind.limits())?;
+        Ok(Self { kind, config, reason: problem.to_string(), is_open: false })
+    }
+
+    /// Another engine where `auto` chose one that the device or the communicator is not fit for. Ranks that come to another result
+    /// are told in the agreement.
+    ///
+    /// # Errors
+    /// What is wrong with the request.
+    pub(super) fn settle(
+        self,
+        request: GroupRequest,
+        facts: &DeviceFacts,
+        comm: &CommFacts,
+        nccl: i32,
+    ) -> Result<Self> {
+        if !self.is_open {
+            return Ok(self);
+        }
+        match native::require_fit(&self.config, facts, comm, nccl) {
+            Ok(()) => Ok(self),
+            Err(problem) => Self::other(request, &problem),
+        }
+    }
+}
+
+/// Ends the kernels of a group that wait for another rank: a word that they look at. It is the engine's, and lives until the
+/// engine's [`Engine::destroy`].
+#[derive(Debug)]
+pub(super) struct Abort(NonNull<AtomicU32>);
+
+// SAFETY: an atomic word.
+unsafe impl Send for Abort {}
+// SAFETY: as above.
+unsafe impl Sync for Abort {}
+
+impl Abort {
+    /// # Safety
+    /// The engine is not destroyed.
+    pub(super) unsafe fn now(&self) {
+        // SAFETY: the word is the engine's, which the caller says is there.
+        unsafe { self.0.as_ref() }.store(1, Ordering::Release);
     }
 }
 
@@ -303,6 +377,14 @@ impl Engine {
         match self {
             Self::NcclEp(group) => group.memory(),
             Self::Native(group) => group.memory(),
+        }
+    }
+
+    /// By what its queued kernels are ended, where they can be.
+    pub(super) fn abort(&self) -> Option<Abort> {
+        match self {
+            Self::NcclEp(_) => None,
+            Self::Native(group) => Some(group.abort()),
         }
     }
 

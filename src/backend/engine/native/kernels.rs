@@ -4,14 +4,26 @@ use super::layout::{
     COMBINE_THREADS, CombineArguments, DISPATCH_THREADS, DispatchArguments, PREPARE_THREADS, PrepareArguments,
     SHARED_BYTES,
 };
+use crate::env::RuntimeKind;
 use crate::error::Result;
-use crate::sys::cuda::{Cuda, Stream};
+use crate::sys::Base;
+use crate::sys::cuda::{DeviceFacts, Stream};
 use crate::sys::module::{Function, Grid, Module};
 use nvte_ep_bindings as b;
 use std::ffi::{CStr, c_int, c_void};
 
 /// With the zero byte at its end that the driver asks for.
 const PTX: &str = concat!(include_str!("../../../../kernels/native.ptx"), "\0");
+
+/// Machine code by compute capability (90 is 9.0), in releases alone (build.rs).
+const CUBINS: &[(i32, &[u8])] = include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
+
+/// The machine code for a GPU; it runs on later ones of the same generation.
+fn cubin(runtime: RuntimeKind, facts: &DeviceFacts) -> Option<&'static [u8]> {
+    let (major, _) = facts.compute_capability;
+    let found = CUBINS.iter().find(|(architecture, _)| *architecture == major * 10);
+    found.filter(|_| runtime == RuntimeKind::Cuda).map(|(_, cubin)| *cubin)
+}
 
 #[derive(Debug)]
 pub(super) struct Kernels {
@@ -23,12 +35,16 @@ pub(super) struct Kernels {
 }
 
 impl Kernels {
-    /// Loads them into the current context; the driver translates them for its GPU, or finds them in its cache.
+    /// Loads them into the current context. Without machine code for its GPU the driver translates them, or finds them in its cache.
     ///
     /// # Errors
     /// The driver's.
-    pub(super) fn load(cuda: &'static Cuda) -> Result<Self> {
-        let module = Module::load(cuda, PTX)?;
+    pub(super) fn load(base: &'static Base, facts: &DeviceFacts) -> Result<Self> {
+        let cuda = &base.cuda;
+        let module = match cubin(base.runtime, facts) {
+            Some(cubin) => Module::load_cubin(cuda, cubin),
+            None => Module::load(cuda, PTX),
+        }?;
         let function = |name: &CStr| {
             let function = module.function(name)?;
             let (attribute, bytes) = (b::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, SHARED_BYTES as c_int);

@@ -88,6 +88,8 @@ pub struct PrepareArguments {
     pub counts_are_64: u8,
     pub total_is_64: u8,
     pub drop: u8,
+    pub by_place: u8,
+    pub unused: [u8; 3],
 }
 
 #[repr(C)]
@@ -178,17 +180,22 @@ impl GroupLayout {
     /// `blocks`: multiprocessors that the group's kernels take.
     pub fn of(config: &GroupConfig, blocks: u32) -> Self {
         let (ranks, blocks_64) = (u64::from(config.ep_size), u64::from(blocks));
-        // What is in a window is in the L2 cache on its way. Small groups cost time, since every group is told and waited for; a
-        // longer window only memory.
-        let staged = Window { group_tokens: 3, groups: 4 };
-        let summed = Window {
-            group_tokens: match config.ep_size {
+        // What is in a window is in the L2 cache on its way. Small groups cost time, since every group is told and waited for.
+        let width = most_top_k(config).min(config.local_experts()).next_multiple_of(4);
+        let fitting = |most: u32, groups| {
+            let fits =
+                |tokens: &u32| plan_bytes(ranks, Window { group_tokens: *tokens, groups }, width) <= MOST_PLAN_BYTES;
+            Window { group_tokens: (2..=most).rev().find(fits).unwrap_or(1), groups }
+        };
+        let staged = fitting(3, 4);
+        let summed = fitting(
+            match config.ep_size {
                 0..=8 => 8,
                 9..=16 => 4,
                 _ => 1,
             },
-            groups: 3,
-        };
+            3,
+        );
         let rows = |window: Window| blocks_64 * u64::from(window.group_tokens * window.groups);
         let row_stride = config.max_token_bytes() as u64;
         let weight_stride = most_top_k(config).next_multiple_of(4);
@@ -272,6 +279,8 @@ pub struct Stages {
 
 /// Most bytes of a row that are in shared memory at once: several pieces have to be under way.
 const PIECE_BYTES: u32 = 14336;
+/// What the tables of the next groups may take of it, so that pieces have room; one token's are always there.
+const MOST_PLAN_BYTES: u64 = 24 * 1024;
 /// More pieces than that bring no more speed.
 const MAX_STAGES: u64 = 32;
 pub const BARRIER_BYTES: u64 = 8;
@@ -285,9 +294,9 @@ fn piece(row_bytes: u32) -> u32 {
 }
 
 /// `Plan::size` in layout.h.
-fn plan_bytes(group: &Group, window: Window, width: u32) -> u64 {
+fn plan_bytes(ranks: u64, window: Window, width: u32) -> u64 {
     let tokens = u64::from(window.group_tokens);
-    PLAN_GROUPS * (tokens * u64::from(group.ranks) * u64::from(width) * 4 + tokens * 16 + BARRIER_BYTES)
+    PLAN_GROUPS * (tokens * ranks * u64::from(width) * 4 + tokens * 16 + BARRIER_BYTES)
 }
 
 /// Shared memory of prepare: `PrepareShared` in prepare.h.
@@ -309,7 +318,7 @@ pub fn dispatch_stages(group: &Group, width: u32, row_bytes: u32, scale_bytes: u
     const ZERO_BYTES: u64 = 2048;
     let piece_bytes = piece(row_bytes);
     let stager = u64::from(piece_bytes + scale_bytes);
-    let fixed = STAGERS * (stager + BARRIER_BYTES) + ZERO_BYTES + plan_bytes(group, group.staged, width);
+    let fixed = STAGERS * (stager + BARRIER_BYTES) + ZERO_BYTES + plan_bytes(group.ranks.into(), group.staged, width);
     let each =
         stager + u64::from(group.weight_stride * 4) + 2 * BARRIER_BYTES + PIECE_STRUCT_BYTES + u64::from(width * 4);
     let stages = ((SHARED_BYTES - fixed) / each).min(MAX_STAGES);
@@ -319,7 +328,7 @@ pub fn dispatch_stages(group: &Group, width: u32, row_bytes: u32, scale_bytes: u
 /// `CombineShared` in combine.h.
 pub fn combine_stages(group: &Group, width: u32, row_bytes: u32) -> Stages {
     let piece_bytes = piece(row_bytes);
-    let fixed = 2 * (8 * BARRIER_BYTES + plan_bytes(group, group.summed, width));
+    let fixed = 2 * (8 * BARRIER_BYTES + plan_bytes(group.ranks.into(), group.summed, width));
     let each = u64::from(piece_bytes) + 2 * BARRIER_BYTES + WORK_BYTES;
     let stages = ((SHARED_BYTES - fixed) / each).min(2 * MAX_STAGES);
     let peers = if group.ranks > 1 { stages.div_ceil(2) } else { 1 };

@@ -3,11 +3,12 @@
 
 use super::layout::{Group, GroupLayout, Status, WAITS};
 use crate::backend::communicator::Communicator;
-use crate::backend::engine::Machine;
+use crate::backend::engine::{Abort, Machine};
 use crate::error::{Error, Result};
 use crate::sys::Base;
 use crate::sys::cuda::Stream;
 use std::ffi::c_void;
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 #[derive(Debug)]
@@ -100,6 +101,11 @@ impl Memory {
     pub(super) fn is_sound(&self) -> bool {
         let words = [std::mem::offset_of!(Status, failed), std::mem::offset_of!(Status, overflowed)];
         words.iter().all(|offset| self.word(*offset).load(Ordering::Relaxed) == 0)
+    }
+
+    /// The word that ends waits.
+    pub(super) fn abort(&self) -> Abort {
+        Abort(NonNull::from(self.word(std::mem::offset_of!(Status, abort))))
     }
 
     /// What a kernel waited for in vain.

@@ -6,15 +6,16 @@ mod layout;
 mod memory;
 
 use super::invalid_indices::InvalidIndices;
-use super::{HeaderOut, Machine};
-use crate::config::{GroupConfig, LayerConfig, Overflow, RecvCapacity};
+use super::{Abort, HeaderOut, Machine};
+use crate::config::{GroupConfig, LayerConfig, Overflow, RecvCapacity, Transfer};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::memory::GroupMemory;
 use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare};
 use crate::options::Options;
 use crate::preflight::{self, Place};
-use crate::sys::cuda::Stream;
+use crate::sys::cuda::{DeviceFacts, Stream};
+use crate::sys::nccl::CommFacts;
 use crate::tensor::TensorView;
 use kernels::Kernels;
 use layout::{CombineArguments, DispatchArguments, GroupLayout, PrepareArguments};
@@ -27,21 +28,58 @@ pub(in crate::backend) struct Candidate(Kernels);
 /// Multiprocessors for the group's kernels.
 pub(in crate::backend) struct Fit(u32);
 
+/// What `auto` asks before it takes this engine; the rest fails on all engines alike.
+///
+/// # Errors
+/// Why it cannot take the group.
+pub(super) fn require_fit(config: &GroupConfig, facts: &DeviceFacts, comm: &CommFacts, nccl: i32) -> Result<()> {
+    preflight::device(comm.device, facts)?;
+    preflight::nccl_version(nccl)?;
+    require_one_domain(comm.links.map_or(0, |links| links.domains))?;
+    require_numbered_rows(config)
+}
+
+fn require_one_domain(domains: u32) -> Result<()> {
+    if domains <= 1 {
+        return Ok(());
+    }
+    Err(Error::Preflight {
+        problem: format!("the native engine works within one NVLink domain, and the communicator has {domains}"),
+        remedy: "set the option backend, or NVTE_EP_BACKEND, to nccl_ep".into(),
+    })
+}
+
+fn require_numbered_rows(config: &GroupConfig) -> Result<()> {
+    let rows =
+        u64::from(config.ep_size) * u64::from(config.max_tokens_per_rank) * u64::from(layout::most_top_k(config));
+    // An entry of the slot table has 25 bits for the row, of which one value is none.
+    if rows < (1 << 25) - 1 || config.recv_capacity != RecvCapacity::Eager {
+        return Ok(());
+    }
+    let required =
+        "must leave at most 33554430 rows a rank (ep_size * max_tokens_per_rank * num_topk) with the native engine";
+    Err(Error::argument("group_config.max_tokens_per_rank", required, rows)
+        .with_remedy("lower it, or set the option backend to nccl_ep"))
+}
+
 impl Fit {
     /// # Errors
     /// Several NVLink domains, too few multiprocessors, too little memory; the same on every rank.
     pub(in crate::backend) fn of(config: &GroupConfig, options: &Options, places: &[Place]) -> Result<Self> {
-        let domains = places.iter().map(|place| place.domains).max().unwrap_or(0);
-        if domains > 1 {
-            return Err(Error::Preflight {
-                problem: format!(
-                    "the native engine works within one NVLink domain, and the communicator has {domains}"
-                ),
-                remedy: "set the option backend, or NVTE_EP_BACKEND, to nccl_ep".into(),
-            });
+        require_one_domain(places.iter().map(|place| place.domains).max().unwrap_or(0))?;
+        let counts = [
+            ("option dispatch_sms", options.dispatch_sms),
+            ("option combine_sms", options.combine_sms),
+            ("option preprocess_sms", options.preprocess_sms),
+        ];
+        for (name, count) in counts {
+            preflight::resident_sms(name, count, places)?;
         }
-        let requested = options.dispatch_sms.max(options.combine_sms).or(config.max_num_sms);
-        let blocks = preflight::resident_sms(config.dialect.sm_field, requested, places)?;
+        // All kernels have the same number of blocks.
+        let blocks = match options.dispatch_sms.max(options.combine_sms) {
+            Some(count) => count,
+            None => preflight::resident_sms(config.dialect.sm_field, config.max_num_sms, places)?,
+        };
         let layout = GroupLayout::of(config, blocks);
         preflight::room_for(layout.segment_bytes + layout.own_bytes, places)?;
         Ok(Self(blocks))
@@ -53,16 +91,8 @@ impl Candidate {
         preflight::device(machine.device, &machine.facts)?;
         preflight::nccl_version(machine.nccl)?;
         preflight::surroundings(machine.base, &machine.facts, &machine.comm_facts)?;
-        let rows = u64::from(machine.config.ep_size)
-            * u64::from(machine.config.max_tokens_per_rank)
-            * u64::from(layout::most_top_k(&machine.config));
-        // An entry of the slot table has 25 bits for the row, of which one value is none.
-        if rows >= (1 << 25) - 1 && machine.config.recv_capacity == RecvCapacity::Eager {
-            let required = "must leave at most 33554430 rows a rank (ep_size * max_tokens_per_rank * num_topk) with the native engine";
-            return Err(Error::argument("group_config.max_tokens_per_rank", required, rows)
-                .with_remedy("lower it, or set the option backend to nccl_ep"));
-        }
-        Kernels::load(&machine.base.cuda).map(Self)
+        require_numbered_rows(&machine.config)?;
+        Kernels::load(machine.base, &machine.facts).map(Self)
     }
 
     pub(in crate::backend) fn location(machine: &Machine<'_>) -> Place {
@@ -179,6 +209,9 @@ impl Group {
             counts_are_64: is_64(&call.token_counts),
             total_is_64: is_64(&call.total),
             drop: u8::from(self.config.overflow == Overflow::Drop),
+            // As NCCL EP drops them: it has no buffer for a token's first row there.
+            by_place: u8::from(self.config.transfer == Transfer::ZeroCopy),
+            unused: [0; 3],
         };
         // SAFETY: passed on.
         unsafe { self.kernels.prepare(&arguments, layout::prepare_shared(&self.group), stream) }
@@ -284,6 +317,11 @@ impl Group {
         };
         // SAFETY: passed on.
         unsafe { self.kernels.combine(&arguments, stages.shared_bytes, stream) }
+    }
+
+    /// See [`super::Engine::abort`].
+    pub(super) fn abort(&self) -> Abort {
+        self.memory.abort()
     }
 
     /// See [`super::Engine::report`].
