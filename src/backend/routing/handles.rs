@@ -7,7 +7,7 @@ use crate::config::{LayerConfig, Relocation};
 use crate::error::{Error, Result};
 use crate::progress::Call;
 use lru::LruCache;
-use rustc_hash::{FxBuildHasher, FxHashMap};
+use rustc_hash::{FxBuildHasher, FxHashMap, FxHashSet};
 
 /// So many pieces of memory that graphs prepare are remembered one by one; beyond that, any memory counts as a graph's, so
 /// that every call reads the header.
@@ -40,6 +40,10 @@ pub(in crate::backend) struct Handles<H> {
     graphs: FxHashMap<u64, Option<Captured>>,
     /// Whether more graphs prepare than are remembered.
     any_by_graph: bool,
+    /// Memory over which a captured call dispatches: its notes may be given up, and its graph launched later.
+    dispatched: FxHashSet<u64>,
+    /// Whether more such graphs were captured than are remembered.
+    any_dispatched: bool,
     /// Whether a routing was found where it had not been prepared.
     moves: bool,
     /// Whether anything was given up beyond the limit.
@@ -58,6 +62,8 @@ impl<H> Handles<H> {
             places: FxHashMap::default(),
             graphs: FxHashMap::default(),
             any_by_graph: false,
+            dispatched: FxHashSet::default(),
+            any_dispatched: false,
             moves: false,
             gave_up: false,
             gone: Vec::new(),
@@ -99,7 +105,11 @@ impl<H> Handles<H> {
                 let given_up = self.entries.pop_lru().and_then(|(_, entry)| entry.open);
                 self.gone.extend(given_up.map(|open| open.handle));
             }
-            self.entries.put(memory, Entry { note: Note::new(key), open: None });
+            let mut note = Note::new(key);
+            if self.any_dispatched || self.dispatched.contains(&memory) {
+                note.dispatched_by_graph();
+            }
+            self.entries.put(memory, Entry { note, open: None });
         }
         self.entry(memory).expect("there, or put there just now")
     }
@@ -258,6 +268,13 @@ impl<H> Handles<H> {
     /// A call that goes by the routing in `memory` is queued, or becomes part of a graph.
     #[inline]
     pub(in crate::backend) fn used(&mut self, memory: u64, call: Call, capturing: bool) {
+        if capturing && call == Call::Dispatch && !self.dispatched.contains(&memory) {
+            if self.dispatched.len() < MOST_OF_GRAPHS {
+                self.dispatched.insert(memory);
+            } else {
+                self.any_dispatched = true;
+            }
+        }
         if let Some(entry) = self.entry(memory) {
             if capturing { entry.note.captured(call) } else { entry.note.used(call) }
         }
@@ -391,6 +408,26 @@ mod tests {
         handles.captured(0x100, captured);
         prepare(&mut handles, KEY, 0x100, routing(2, 5), 1);
         assert_eq!((question(&handles).by_graph, question(&handles).captured), (true, None), "the call comes last");
+    }
+
+    /// A graph that dispatches is launched whenever its program likes, so that nobody can tell whose rows a combine means; also
+    /// after the notes about its memory were given up.
+    #[test]
+    fn a_captured_dispatch_outlives_its_note() {
+        use super::super::notes::{Decision, decide};
+        let mut handles = Handles::new(Relocation::Rebuild, Some(1));
+        let key = HandleKey::Address;
+        let next_combine = |handles: &mut Handles<u64>| {
+            prepare(handles, key(1), 1, routing(2, 5), 1);
+            handles.used(1, Call::Dispatch, false);
+            prepare(handles, key(1), 1, routing(2, 5), 1);
+            let (note, question) = handles.question(Call::Combine, key(1), 1);
+            decide(note, &question)
+        };
+        assert!(matches!(next_combine(&mut handles), Decision::Refuse(_)), "the rows' routing is gone");
+        handles.used(1, Call::Dispatch, true);
+        assert_eq!(prepare(&mut handles, key(2), 2, routing(2, 5), 2), [1], "given up");
+        assert!(matches!(next_combine(&mut handles), Decision::Use(_)), "the rows may be the graph's");
     }
 
     #[test]

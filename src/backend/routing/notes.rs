@@ -101,11 +101,17 @@ impl Note {
         (self.routing, self.allocation) = (Some(routing), allocation);
     }
 
+    /// A graph dispatches over the memory: it was captured before this note was made.
+    pub(super) fn dispatched_by_graph(&mut self) {
+        self.rows = Rows::ByGraph;
+    }
+
     /// The header says that `routing` is there, for a call of `key`. True if that is news: its bytes came from elsewhere.
     pub(super) fn found(&mut self, key: HandleKey, routing: Routing, allocation: Option<u64>) -> bool {
         let news = self.key != key || !self.routing.is_some_and(|known| known.is_same(routing));
         if news {
-            *self = Self { routing: Some(routing), ..Self::new(key) };
+            let rows = if self.rows == Rows::ByGraph { Rows::ByGraph } else { Rows::None };
+            *self = Self { routing: Some(routing), rows, ..Self::new(key) };
         }
         if let Some(total) = routing.prepared.recv_total {
             self.note_total(total);
