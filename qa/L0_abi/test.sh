@@ -30,6 +30,8 @@ check "libnvte_ep_preload.so" dynamic libnvte_ep_preload.so libnvte_ep_preload.s
 small() { local bytes; bytes=$(stat -L -c %s "$lib/$1"); echo "$1: $bytes bytes"; [ "$bytes" -lt 3000000 ]; }
 for library in libnvte_ep.so libnvte_ep_stub.so libnvte_ep_host.so libtransformer_engine.so libnvte_ep_preload.so; do check "size of $library" small "$library"; done
 
+check "machine code of the native engine's kernels" packaging/cubins.sh "$TARGET/qa/cubins"
+
 check "ABI of the last release" qa/L0_abi/describe.sh --check
 
 # As releases are built; of all libraries by packaging/dist.sh. A symbol newer than the floor does not even link.
