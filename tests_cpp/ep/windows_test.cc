@@ -488,6 +488,10 @@ class ZeroCopyLimits : public GroupConfigTest {};
 TEST_F(ZeroCopyLimits, ExpertsOfARank) {
   GroupShape shape;
   shape.experts_per_rank = 12;
+  if (OnNativeEngine()) {
+    Group group(ZeroCopy(shape));
+    return;
+  }
   Refuses([&](NVTEEpGroupConfig& config) { config = ZeroCopy(shape).Config(); },
           {"group_config.num_experts", "power of two", "got 12 experts a rank"});
 }
@@ -497,6 +501,10 @@ TEST(ZeroCopyErrors, MoreDuplicatesThanAreSummed) {
   shape.experts_per_rank = 16;
   shape.top_k = 9;
   Group group(ZeroCopy(shape));
+  if (OnNativeEngine()) {
+    Register(9, 0);
+    return;
+  }
   EXPECT_TRUE(Throws(kLayerFunction, {"top_k", "at most 8 experts on one rank", "top_k 9 with 16 experts a rank"},
                      [] { Register(9, 0); }));
   Register(8, 0);
