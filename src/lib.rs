@@ -23,7 +23,7 @@
 //! | [`sys`] | the loaded libraries |
 //! | [`ffi`] | what the C surfaces share: types, tensors, the error boundary |
 //! | `log` | what is written to stderr |
-//! | `patience` | how long a wait may take, and whether it is in vain |
+//! | `wait` | waits that end: a deadline, and whether a wait is futile |
 //! | `atomic` | atomics as the models of `qa/models` see them |
 //!
 //! `docs/architecture.md` shows the way of a call, and has the steps of each addition.
@@ -47,10 +47,10 @@ mod log;
 pub mod memory;
 pub mod ops;
 pub mod options;
-mod patience;
 mod preflight;
 mod progress;
 pub mod reserve;
 mod symm_pool;
 pub mod sys;
 pub mod tensor;
+mod wait;

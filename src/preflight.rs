@@ -2,11 +2,11 @@
 
 mod cache;
 mod compiler;
-mod place;
+mod location;
 pub mod report;
 mod variables;
 
-pub(crate) use place::{Place, resident_sms, room_for};
+pub(crate) use location::{RankLocation, resident_sms, room_for};
 
 use crate::config::GroupConfig;
 use crate::env::{NCCL_EP_HOME, NCCL_HOME, RuntimeKind, process};
@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::options::Options;
 use crate::sys::nccl::{CommFacts, version_text};
 use crate::sys::{Base, NCCL_PREFIXES, NcclEpLibrary, ancestors, cuda::DeviceFacts, loaded_nccls, site_packages};
-use place::{resident_cap, sm_cap};
+use location::{resident_cap, sm_cap};
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -279,11 +279,16 @@ impl JitSettings {
 }
 
 /// What this rank is and has, for the exchange.
-pub(crate) fn place(base: &Base, facts: &DeviceFacts, comm: &CommFacts, library: Option<&NcclEpLibrary>) -> Place {
+pub(crate) fn location(
+    base: &Base,
+    facts: &DeviceFacts,
+    comm: &CommFacts,
+    library: Option<&NcclEpLibrary>,
+) -> RankLocation {
     // A process has one NCCL EP, and telling takes reading its file.
     static BARRIERS_FOR_ALL: OnceLock<bool> = OnceLock::new();
     let enough_barriers = library.is_none_or(|it| *BARRIERS_FOR_ALL.get_or_init(|| it.reads_variable(DISPATCH_SMS)));
-    Place {
+    RankLocation {
         host: host_id(),
         // On the host runtime nothing has to be resident together, so no two ranks count as sharing.
         device: match base.runtime {
@@ -294,7 +299,7 @@ pub(crate) fn place(base: &Base, facts: &DeviceFacts, comm: &CommFacts, library:
         // A total of 0 is no answer.
         free: base.cuda.memory_info().ok().filter(|(_, total)| *total > 0).map_or(u64::MAX, |(free, _)| free as u64),
         domains: comm.links.map_or(0, |links| links.domains),
-        dispatch_blocks: place::dispatch_blocks(enough_barriers),
+        dispatch_blocks: location::dispatch_blocks(enough_barriers),
     }
 }
 
@@ -303,7 +308,7 @@ pub(crate) fn place(base: &Base, facts: &DeviceFacts, comm: &CommFacts, library:
 pub(crate) fn surroundings(base: &Base, facts: &DeviceFacts, comm: &CommFacts) -> Result<()> {
     variables::check(&process, facts.sm_count as u32)?;
     match base.runtime {
-        RuntimeKind::Cuda => place::links(comm, &process),
+        RuntimeKind::Cuda => location::links(comm, &process),
         // It reaches every rank, whatever is said of NCCL.
         RuntimeKind::Host => Ok(()),
     }
@@ -318,9 +323,9 @@ pub(crate) fn agreed_variables() -> Vec<(String, u64)> {
 ///
 /// # Errors
 /// The same on every rank.
-pub(crate) fn fit(config: &GroupConfig, options: &Options, places: &[Place]) -> Result<SmCounts> {
-    place::domains(places)?;
-    place::device_memory(config, places)?;
+pub(crate) fn fit(config: &GroupConfig, options: &Options, places: &[RankLocation]) -> Result<SmCounts> {
+    location::domains(places)?;
+    location::device_memory(config, places)?;
     sm_counts(config, options, places, &process)
 }
 
@@ -343,7 +348,7 @@ pub(crate) struct SmCounts {
 ///
 /// # Errors
 /// As there.
-fn sm_counts(config: &GroupConfig, options: &Options, places: &[Place], env: Lookup<'_>) -> Result<SmCounts> {
+fn sm_counts(config: &GroupConfig, options: &Options, places: &[RankLocation], env: Lookup<'_>) -> Result<SmCounts> {
     let field = format!("group_config.{}", config.dialect.sm_field);
     let cap = sm_cap(&field, config.max_num_sms, places)?;
     let resident = |name, count: Option<u32>| count.map(|count| resident_cap(name, count, places)).transpose();
@@ -353,7 +358,7 @@ fn sm_counts(config: &GroupConfig, options: &Options, places: &[Place], env: Loo
         combine: resident("option combine_sms", options.combine_sms)?.unwrap_or(cap),
         preprocess: resident("option preprocess_sms", options.preprocess_sms)?,
     };
-    place::variables_fit(env, places)?;
+    location::variables_fit(env, places)?;
     Ok(counts)
 }
 
@@ -380,13 +385,21 @@ pub(crate) struct GroupVariables(Vec<(&'static str, Option<OsString>)>);
 
 impl GroupVariables {
     /// Sets what options, counts and the ranks' places ask for.
-    pub(crate) fn set(options: &Options, sms: SmCounts, runtime: RuntimeKind, places: &[Place], own: Place) -> Self {
+    pub(crate) fn set(
+        options: &Options,
+        sms: SmCounts,
+        runtime: RuntimeKind,
+        places: &[RankLocation],
+        own: RankLocation,
+    ) -> Self {
         let mut all = group_values(options, sms);
         if runtime == RuntimeKind::Cuda {
             let missing = |name: &str, all: &[(&str, String)]| all.iter().all(|(known, _)| *known != name);
             for name in [variables::SHUFFLE_SMS, variables::PREPROCESS_SMS] {
                 if missing(name, &all) {
-                    all.extend(place::local_sms(name, &process, places, &own).map(|count| (name, count.to_string())));
+                    all.extend(
+                        location::local_sms(name, &process, places, &own).map(|count| (name, count.to_string())),
+                    );
                 }
             }
             if missing(SCAN_MODE, &all) && process(SCAN_MODE).is_none() {
@@ -509,10 +522,10 @@ mod tests {
 
     #[test]
     fn counts_of_configuration_and_options() {
-        let place = |host, device| place::tests::place(host, device);
-        let apart: Vec<_> = (0..8).map(|device| place(1, device)).collect();
-        let eight = vec![place(1, 0); 8];
-        let counts = |config: &GroupConfig, options: &Options, places: &[Place]| {
+        let location = |host, device| location::tests::location(host, device);
+        let apart: Vec<_> = (0..8).map(|device| location(1, device)).collect();
+        let eight = vec![location(1, 0); 8];
+        let counts = |config: &GroupConfig, options: &Options, places: &[RankLocation]| {
             sm_counts(config, options, places, &|_| None).map_err(|error| error.to_string())
         };
         let config = GroupConfig::try_from(GroupRequest { max_num_sms: 20, ..REQUEST }).unwrap();
@@ -532,11 +545,11 @@ mod tests {
     /// The only test that changes the process's environment.
     #[test]
     fn a_groups_variables_are_set_for_its_creation_only() {
-        let alone = [place::tests::place(1, 0), place::tests::place(1, 1)];
+        let alone = [location::tests::location(1, 0), location::tests::location(1, 1)];
         let shared = [alone[0]; 2];
         let names = [variables::SHUFFLE_SMS, variables::PREPROCESS_SMS, SCAN_MODE, DISPATCH_SMS];
         let sms = SmCounts { dispatch: 20, combine: 20, preprocess: None };
-        let during = |options: &Options, sms: SmCounts, runtime, places: &[Place]| {
+        let during = |options: &Options, sms: SmCounts, runtime, places: &[RankLocation]| {
             let before = names.map(process);
             let variables = GroupVariables::set(options, sms, runtime, places, places[0]);
             let seen = names.map(|name| process(name).map(|value| value.into_string().unwrap()));

@@ -1,6 +1,6 @@
 //! How far each rank of a group has come: the calls that it made, seen by all ranks of one machine through shared memory.
 //! It costs a call two stores, and nobody waits for anybody; who waits too long for a call on the device, or at a
-//! meeting, reads here which rank is missing. Ranks on other machines cannot be seen.
+//! rendezvous, reads here which rank is missing. Ranks on other machines cannot be seen.
 
 mod note;
 
@@ -272,7 +272,7 @@ enum Trouble {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Reason {
     /// Whether waiting longer cannot help.
-    pub(crate) hopeless: bool,
+    pub(crate) futile: bool,
     /// In words.
     pub(crate) text: String,
 }
@@ -348,20 +348,20 @@ impl Progress {
 
     /// Notes why a call was refused, for those who wait for it. The next call may be right.
     pub(crate) fn refuse(&self, text: &str) {
-        self.tell(State::Member, text);
+        self.report(State::Member, text);
     }
 
     /// Notes that this rank waits no longer.
     pub(crate) fn give_up(&self, text: &str) {
-        self.tell(State::GaveUp, text);
+        self.report(State::GaveUp, text);
     }
 
     /// Notes that this rank has left the group in order.
     pub(crate) fn leave(&self) {
-        self.tell(State::Left, "");
+        self.report(State::Left, "");
     }
 
-    fn tell(&self, state: State, text: &str) {
+    fn report(&self, state: State, text: &str) {
         if let Some(shared) = &self.shared {
             let _only_writer = self.writing.lock();
             let refused = self.calls.load(Ordering::Relaxed) + 1;
@@ -373,14 +373,14 @@ impl Progress {
     pub(crate) fn reason(&self, number: u64, step: Step) -> Reason {
         let Some(shared) = &self.shared else {
             let text = "which ranks are missing cannot be told without /dev/shm".into();
-            return Reason { hopeless: false, text };
+            return Reason { futile: false, text };
         };
         let seen = |rank: &usize| self.here[*rank] && shared.has_come(*rank);
         let (here, elsewhere): (Vec<usize>, Vec<usize>) = (0..self.here.len()).partition(seen);
         let others = here.iter().filter(|rank| **rank != self.own);
         let mut troubles: Vec<(Trouble, String)> =
             others.filter_map(|rank| self.trouble(shared, *rank, number, step)).collect();
-        let hopeless = troubles.iter().any(|(trouble, _)| *trouble != Trouble::Behind);
+        let futile = troubles.iter().any(|(trouble, _)| *trouble != Trouble::Behind);
         troubles.sort_by_key(|(trouble, _)| *trouble);
         // Who gave up tells the same as who is here, where somebody here tells anything.
         if troubles.first().is_some_and(|(trouble, _)| *trouble != Trouble::GaveUp) {
@@ -401,7 +401,7 @@ impl Progress {
         if !elsewhere.is_empty() {
             let _ = write!(text, "; ranks {elsewhere:?} run elsewhere and cannot be seen from here");
         }
-        Reason { hopeless, text }
+        Reason { futile, text }
     }
 
     /// What keeps this rank's latest call from being done.
@@ -414,8 +414,8 @@ impl Progress {
     }
 
     /// The same, where waiting longer cannot help.
-    pub(crate) fn hopeless(&self) -> Option<String> {
-        Some(self.why()).filter(|reason| reason.hopeless).map(|reason| reason.text)
+    pub(crate) fn futile(&self) -> Option<String> {
+        Some(self.why()).filter(|reason| reason.futile).map(|reason| reason.text)
     }
 
     fn trouble(&self, shared: &Shared, rank: usize, number: u64, step: Step) -> Option<(Trouble, String)> {
@@ -506,7 +506,7 @@ mod tests {
         ranks[1].queued(2);
         ranks[2].refuse("nvte_ep_dispatch: tokens must be 2D");
         let reason = ranks[0].reason(2, STEP);
-        assert!(!reason.hopeless);
+        assert!(!reason.futile);
         assert_eq!(
             reason.text,
             "rank 2 has made 1 calls, and its next was refused: nvte_ep_dispatch: tokens must be 2D; rank 3 has made 1 calls"
@@ -520,17 +520,17 @@ mod tests {
         ranks[3].queued(2);
         let reason = ranks[0].reason(2, STEP);
         assert!(
-            !reason.hopeless && reason.text.starts_with("every rank that can be seen has made the call"),
+            !reason.futile && reason.text.starts_with("every rank that can be seen has made the call"),
             "{reason:?}"
         );
     }
 
     #[test]
-    fn other_calls_and_lost_ranks_are_hopeless() {
+    fn other_calls_and_lost_ranks_are_futile() {
         let mut ranks = group(2, 3);
         ranks[0].enter(STEP);
         ranks[1].enter(Step { size: 512, ..STEP });
-        let text = ranks[0].hopeless().unwrap();
+        let text = ranks[0].futile().unwrap();
         assert!(
             text.starts_with("rank 1 made another call as its number 1, nvte_ep_dispatch (top_k 8, rows of 512"),
             "{text}"
@@ -538,7 +538,7 @@ mod tests {
         assert!(text.ends_with("; rank 2 has made 0 calls"), "{text}");
 
         drop(ranks.pop());
-        let text = ranks[1].hopeless().unwrap();
+        let text = ranks[1].futile().unwrap();
         assert!(text.starts_with("rank 0 made another call"), "{text}");
         assert!(text.ends_with("; the process of rank 2 has ended, after 0 calls"), "{text}");
 
@@ -546,10 +546,10 @@ mod tests {
         ranks[0].enter(STEP);
         ranks[1].leave();
         ranks[2].give_up("waited 5 ms");
-        assert_eq!(ranks[0].hopeless().unwrap(), "rank 1 has left the group after 0 calls");
+        assert_eq!(ranks[0].futile().unwrap(), "rank 1 has left the group after 0 calls");
         ranks[1].enter(STEP);
         ranks[1].queued(1);
-        assert_eq!(ranks[0].hopeless().unwrap(), "rank 2 gave up: waited 5 ms");
+        assert_eq!(ranks[0].futile().unwrap(), "rank 2 gave up: waited 5 ms");
     }
 
     #[test]
@@ -559,7 +559,7 @@ mod tests {
             rank.enter(Step::of(Call::Shutdown));
         }
         ranks[1].leave();
-        assert_eq!(ranks[0].hopeless(), None);
+        assert_eq!(ranks[0].futile(), None);
     }
 
     #[test]
@@ -570,10 +570,10 @@ mod tests {
         ranks[1].enter(Step::of(Call::Prepare));
         ranks[2].enter(STEP);
         ranks[2].queued(1);
-        assert_eq!(ranks[0].hopeless(), None);
+        assert_eq!(ranks[0].futile(), None);
         assert!(!ranks[0].why().text.contains("rank 1"), "{:?}", ranks[0].why());
         drop(ranks.remove(1));
-        assert_eq!(ranks[0].hopeless().unwrap(), "the process of rank 1 has ended");
+        assert_eq!(ranks[0].futile().unwrap(), "the process of rank 1 has ended");
     }
 
     #[test]
@@ -582,9 +582,9 @@ mod tests {
         let failed = ranks[1].enter(Step { size: 8, ..STEP });
         ranks[1].retract(failed);
         ranks[0].enter(STEP);
-        assert_eq!(ranks[0].why(), Reason { hopeless: false, text: "rank 1 has made 0 calls".into() });
+        assert_eq!(ranks[0].why(), Reason { futile: false, text: "rank 1 has made 0 calls".into() });
         assert_eq!(ranks[1].enter(STEP), 1);
-        assert_eq!(ranks[0].hopeless(), None);
+        assert_eq!(ranks[0].futile(), None);
     }
 
     #[test]
@@ -616,7 +616,7 @@ mod tests {
         // A call of the program that fails between the end of the group and the note of it.
         ranks[1].refuse("nvte_ep_dispatch: tokens must be 2D");
         ranks[1].leave();
-        assert_eq!(ranks[0].hopeless().unwrap(), "rank 1 gave up: rank 0 is missing");
+        assert_eq!(ranks[0].futile().unwrap(), "rank 1 gave up: rank 0 is missing");
     }
 
     /// As other processes read while a rank writes.

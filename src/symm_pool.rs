@@ -44,7 +44,7 @@ pub enum Plan {
 
 /// An address in symmetric memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub struct SymmetricAddress {
     /// The address.
     pub address: u64,
     /// Where that is on every rank.
@@ -134,7 +134,7 @@ impl SymmPool {
     ///
     /// # Errors
     /// As there; or there is no such room any more.
-    pub fn take(&mut self, bytes: u64) -> Result<Place> {
+    pub fn take(&mut self, bytes: u64) -> Result<SymmetricAddress> {
         let wanted = size(bytes)?;
         let Plan::Fits { base, offset } = self.plan(bytes)? else {
             return Err(Error::Internal("an allocation without a segment for it".into()));
@@ -149,7 +149,7 @@ impl SymmPool {
         let window = Window::new(region.window, offset).expect("a segment has a window");
         self.note("take", &[bytes]);
         self.peak = self.peak.max(self.statistics().in_use);
-        Ok(Place { address: base + offset, window, room: wanted })
+        Ok(SymmetricAddress { address: base + offset, window, room: wanted })
     }
 
     /// Takes back what [`SymmPool::take`] handed out at `address`.
@@ -240,7 +240,7 @@ impl SymmPool {
 
     /// What lies at `address`, if that is in a live allocation or in registered memory.
     #[must_use]
-    pub fn place_of(&self, address: u64) -> Option<Place> {
+    pub fn place_of(&self, address: u64) -> Option<SymmetricAddress> {
         let (base, region) = self.regions.range(..=address).next_back()?;
         region.place(address, address - base)
     }
@@ -250,7 +250,7 @@ impl SymmPool {
     ///
     /// # Errors
     /// The found bounds, in words.
-    pub fn place_in(&self, window: Window) -> std::result::Result<Option<Place>, String> {
+    pub fn place_in(&self, window: Window) -> std::result::Result<Option<SymmetricAddress>, String> {
         let Some((base, region)) = self.regions.iter().find(|(_, region)| region.window == window.handle()) else {
             return Ok(None);
         };
@@ -284,10 +284,10 @@ impl SymmPool {
 }
 
 impl Region {
-    fn place(&self, address: u64, offset: u64) -> Option<Place> {
+    fn place(&self, address: u64, offset: u64) -> Option<SymmetricAddress> {
         let (start, bytes) = self.live.range(..=offset).next_back()?;
         let room = (start + bytes).checked_sub(offset).filter(|room| *room > 0)?;
-        Some(Place { address, window: Window::new(self.window, offset)?, room })
+        Some(SymmetricAddress { address, window: Window::new(self.window, offset)?, room })
     }
 }
 

@@ -23,7 +23,7 @@ const CORE: Layers = &[
         "symm_pool",
         "progress",
         "reserve",
-        "patience",
+        "wait",
         "sys",
         "env",
         "log",

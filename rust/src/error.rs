@@ -1,6 +1,6 @@
 //! The one error type.
 
-use nvte_ep_core::backend::tell_failure;
+use nvte_ep_core::backend::report_failure;
 use nvte_ep_core::error::{Error as Cause, code_of};
 use nvte_ep_core::ffi::status::NVTEEpStatus;
 use std::fmt;
@@ -133,6 +133,6 @@ pub(crate) fn call<R>(function: &'static str, body: impl FnOnce() -> std::result
 #[cold]
 fn failed(function: &'static str, cause: Cause) -> Error {
     // The ranks that wait for this one's call are told why it does not come.
-    tell_failure(function, &cause);
+    report_failure(function, &cause);
     Error::new(function, cause)
 }

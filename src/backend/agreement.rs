@@ -1,9 +1,9 @@
 //! Do all ranks want the same group, and can all of them make it? One small all-gather answers before the collective
 //! group creation, where a rank that differs or stays away would hang or corrupt the others (NCCL EP compares only the
-//! receive capacity). Also the ranks' meeting point at shutdown.
+//! receive capacity). Also the ranks' rendezvous point at shutdown.
 
 use super::communicator::Communicator;
-use super::watch::Watched;
+use super::watchdog::Watched;
 use crate::error::{Error, Result};
 use crate::sys::Base;
 use crate::sys::cuda::Stream;
@@ -24,7 +24,7 @@ const MAX_TEXT: usize = RECORD - HEAD;
 #[repr(u64)]
 pub(crate) enum Kind {
     /// The first round of initialize.
-    Statement = 0x4E56_5445_0001,
+    RankInfo = 0x4E56_5445_0001,
     /// The second round of initialize: a rank that gave up in the first has not been counted on.
     Confirm,
     /// shutdown.
@@ -33,9 +33,9 @@ pub(crate) enum Kind {
     Symmetric,
 }
 
-/// One rank's statement: numbers that must agree, numbers that tell where it runs, and why it cannot go on, if so.
+/// What a rank says of itself: numbers that must agree, numbers that tell where it runs, and why it cannot go on, if so.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Statement {
+pub(crate) struct RankInfo {
     /// Must be equal on all ranks, in the order of the names given to [`compare`].
     pub(crate) equal: Vec<u64>,
     /// May differ.
@@ -44,7 +44,7 @@ pub(crate) struct Statement {
     pub(crate) refusal: Option<String>,
 }
 
-impl Statement {
+impl RankInfo {
     fn encode(&self) -> [u8; RECORD] {
         let mut record = [0; RECORD];
         let numbers = self.equal.iter().chain(&self.own);
@@ -74,15 +74,15 @@ impl Statement {
 }
 
 /// The text that every rank reports, if any rank refuses or differs from rank 0.
-pub(crate) fn compare(names: &[String], statements: &[Statement]) -> Result<()> {
+pub(crate) fn compare(names: &[String], infos: &[RankInfo]) -> Result<()> {
     if let Some((rank, refusal)) =
-        statements.iter().enumerate().find_map(|(rank, s)| s.refusal.as_ref().map(|text| (rank, text)))
+        infos.iter().enumerate().find_map(|(rank, s)| s.refusal.as_ref().map(|text| (rank, text)))
     {
         return Err(Error::Disagreement(format!("rank {rank} cannot take part: {refusal}")));
     }
-    let first = statements.first().map_or(&[][..], |s| &s.equal);
-    for (rank, statement) in statements.iter().enumerate() {
-        for ((name, value), expected) in names.iter().zip(&statement.equal).zip(first) {
+    let first = infos.first().map_or(&[][..], |s| &s.equal);
+    for (rank, info) in infos.iter().enumerate() {
+        for ((name, value), expected) in names.iter().zip(&info.equal).zip(first) {
             if value != expected {
                 return Err(Error::Disagreement(format!(
                     "all ranks must pass the same {name}: rank {rank} has {}, rank 0 has {}",
@@ -96,7 +96,7 @@ pub(crate) fn compare(names: &[String], statements: &[Statement]) -> Result<()> 
 
 /// Scratch memory and a stream of our own on the group's device, for small collectives on the borrowed communicator.
 #[derive(Debug)]
-pub(crate) struct Meeting {
+pub(crate) struct Rendezvous {
     base: &'static Base,
     comm: Communicator,
     facts: CommFacts,
@@ -122,7 +122,7 @@ fn check_kinds(kind: Kind, records: &[u8]) -> Result<()> {
     Ok(())
 }
 
-impl Meeting {
+impl Rendezvous {
     /// Allocates on the current device.
     pub(crate) fn new(base: &'static Base, comm: Communicator, facts: CommFacts) -> Result<Self> {
         let mut stream = std::ptr::null_mut();
@@ -155,27 +155,27 @@ impl Meeting {
     }
 
     /// Why this rank's latest call cannot come to its end, if that can be seen.
-    pub(crate) fn hopeless(&self) -> Option<String> {
-        self.watched.as_deref().and_then(|watched| watched.progress().hopeless())
+    pub(crate) fn futile(&self) -> Option<String> {
+        self.watched.as_deref().and_then(|watched| watched.progress().futile())
     }
 
-    /// Every rank's statement, by rank; collective. `what` names the wait in the text of a time-out.
+    /// What every rank says of itself, by rank; collective. `what` names the wait in the text of a time-out.
     ///
     /// # Safety
     /// The communicator is live.
     pub(crate) unsafe fn exchange(
         &self,
         kind: Kind,
-        own: &Statement,
+        own: &RankInfo,
         limit: Option<Duration>,
         what: &str,
-    ) -> Result<Vec<Statement>> {
+    ) -> Result<Vec<RankInfo>> {
         // SAFETY: the caller vouches for the communicator.
         let all = unsafe { self.all_gather(kind, own.encode(), limit, what)? };
-        Ok(all.chunks_exact(RECORD).map(|r| Statement::decode(r, own.equal.len(), own.own.len())).collect())
+        Ok(all.chunks_exact(RECORD).map(|r| RankInfo::decode(r, own.equal.len(), own.own.len())).collect())
     }
 
-    /// Returns when every rank has seen all statements, so that none of them has given up waiting.
+    /// Returns when every rank has seen what all say, so that none of them has given up waiting.
     ///
     /// # Safety
     /// The communicator is live.
@@ -214,7 +214,7 @@ impl Meeting {
         };
         nccl.check("ncclAllGather", code)?;
         let progress = self.watched.as_deref().map(Watched::progress);
-        let met = cuda.wait(self.stream, limit, what, ABSENT, &|| self.hopeless());
+        let met = cuda.wait(self.stream, limit, what, ABSENT, &|| self.futile());
         met.map_err(|error| match (error, progress) {
             (Error::TimeOut { waited_for, milliseconds, remedy }, Some(progress)) if remedy == ABSENT => {
                 Error::TimeOut { waited_for, milliseconds, remedy: format!("{}; {ABSENT}", progress.why().text) }
@@ -230,7 +230,7 @@ impl Meeting {
         Ok(all)
     }
 
-    /// As [`Meeting::close`] where an error is on its way to the caller, which another one must not hide.
+    /// As [`Rendezvous::close`] where an error is on its way to the caller, which another one must not hide.
     pub(crate) fn close_after_failure(self) {
         if let Err(error) = self.close() {
             tracing::warn!(target: "nvte_ep", "{error}");
@@ -256,18 +256,18 @@ impl Meeting {
 mod tests {
     use super::*;
 
-    fn statement(equal: &[u64], refusal: Option<&str>) -> Statement {
-        Statement { equal: equal.into(), own: vec![7, u64::MAX], refusal: refusal.map(Into::into) }
+    fn info(equal: &[u64], refusal: Option<&str>) -> RankInfo {
+        RankInfo { equal: equal.into(), own: vec![7, u64::MAX], refusal: refusal.map(Into::into) }
     }
 
     #[test]
     fn records_round_trip() {
         for refusal in [None, Some(""), Some("nvcc is missing")] {
-            let own = statement(&[1, 2, 3], refusal);
-            assert_eq!(Statement::decode(&own.encode(), 3, 2), own);
+            let own = info(&[1, 2, 3], refusal);
+            assert_eq!(RankInfo::decode(&own.encode(), 3, 2), own);
         }
-        let long = statement(&[], Some(&"ü".repeat(RECORD)));
-        let text = Statement::decode(&long.encode(), 0, 2).refusal.unwrap();
+        let long = info(&[], Some(&"ü".repeat(RECORD)));
+        let text = RankInfo::decode(&long.encode(), 0, 2).refusal.unwrap();
         assert!(text.len() >= MAX_TEXT - 1 && text.chars().all(|c| c == 'ü'));
     }
 
@@ -281,8 +281,8 @@ mod tests {
         let pair = |a, b| [record(a), record(b)].concat();
         check_kinds(Kind::Barrier, &pair(Kind::Barrier, Kind::Barrier)).unwrap();
         for (kind, records) in [
-            (Kind::Statement, pair(Kind::Statement, Kind::Barrier)),
-            (Kind::Confirm, pair(Kind::Confirm, Kind::Statement)),
+            (Kind::RankInfo, pair(Kind::RankInfo, Kind::Barrier)),
+            (Kind::Confirm, pair(Kind::Confirm, Kind::RankInfo)),
             (Kind::Barrier, [record(Kind::Barrier), vec![0; RECORD]].concat()),
         ] {
             let text = check_kinds(kind, &records).unwrap_err().to_string();
@@ -293,11 +293,11 @@ mod tests {
     #[test]
     fn the_odd_rank_and_field_are_named() {
         let names = ["group_config.hidden_dim", "group_config.max_num_sms"].map(String::from);
-        compare(&names, &[statement(&[512, 0], None), statement(&[512, 0], None)]).unwrap();
-        let error = compare(&names, &[statement(&[512, 0], None), statement(&[512, 8], None)]).unwrap_err();
+        compare(&names, &[info(&[512, 0], None), info(&[512, 0], None)]).unwrap();
+        let error = compare(&names, &[info(&[512, 0], None), info(&[512, 8], None)]).unwrap_err();
         let text = "all ranks must pass the same group_config.max_num_sms: rank 1 has 8, rank 0 has 0";
         assert_eq!(error.to_string(), text);
-        let error = compare(&names, &[statement(&[512, 0], None), statement(&[9, 0], Some("no nvcc"))]).unwrap_err();
+        let error = compare(&names, &[info(&[512, 0], None), info(&[9, 0], Some("no nvcc"))]).unwrap_err();
         assert_eq!(error.to_string(), "rank 1 cannot take part: no nvcc");
     }
 }

@@ -1,6 +1,6 @@
 //! The creation of a group, all ranks together.
 
-use super::agreement::{self, Kind, Meeting, Statement};
+use super::agreement::{self, Kind, RankInfo, Rendezvous};
 use super::communicator::Communicator;
 use super::engine::{Candidate, Choice, EngineKind, Fit, Machine};
 use super::fork;
@@ -9,12 +9,12 @@ use super::registry::Slot;
 use super::residency::Residency;
 use super::routing::handles::Handles;
 use super::symm::Symm;
-use super::watch;
+use super::watchdog;
 use crate::config::{GroupConfig, GroupRequest, RecvCapacity, Transfer};
 use crate::env::Env;
 use crate::error::{Error, Result};
 use crate::options::Options;
-use crate::preflight::{self, Place};
+use crate::preflight::{self, RankLocation};
 use crate::progress::Progress;
 use crate::sys;
 use parking_lot::Mutex;
@@ -129,37 +129,37 @@ impl Live {
         let Machine { base, device, comm, comm_facts, config, options, .. } = machine;
         // A rank that cannot go on says so to all of them, rather than leave them waiting for it.
         let ready = Candidate::find(kind, &machine)
-            .and_then(|candidate| Ok((candidate, watch::Means::new(base, device, machine.env.timeout)?)));
+            .and_then(|candidate| Ok((candidate, watchdog::Means::new(base, device, machine.env.timeout)?)));
         let place = Candidate::location(kind, &machine, ready.as_ref().ok().map(|(candidate, _)| candidate));
         let (names, equal): (Vec<_>, Vec<_>) = agreed(kind, &machine).into_iter().unzip();
         let mut own = place.words();
         own.push(random());
         let env = &machine.env;
-        let own = Statement { equal, own, refusal: ready.as_ref().err().map(Error::to_string) };
-        let mut meeting = Meeting::new(base, comm, comm_facts)?;
+        let own = RankInfo { equal, own, refusal: ready.as_ref().err().map(Error::to_string) };
+        let mut rendezvous = Rendezvous::new(base, comm, comm_facts)?;
         // SAFETY: the caller vouches for the communicator.
-        let statements =
-            unsafe { meeting.exchange(Kind::Statement, &own, env.timeout, "all ranks to call nvte_ep_initialize") };
-        let statements = match statements {
-            Ok(statements) => statements,
+        let infos =
+            unsafe { rendezvous.exchange(Kind::RankInfo, &own, env.timeout, "all ranks to call nvte_ep_initialize") };
+        let infos = match infos {
+            Ok(infos) => infos,
             Err(error) => {
                 if matches!(error, Error::TimeOut { .. }) {
                     // What was given up on may still use its memory, and freeing any waits for it.
                     leave(ready);
                 } else {
-                    meeting.close_after_failure();
+                    rendezvous.close_after_failure();
                 }
                 return Err(error);
             }
         };
-        let (keys, places): (Vec<u64>, Vec<Place>) = statements
+        let (keys, places): (Vec<u64>, Vec<RankLocation>) = infos
             .iter()
-            .map(|statement| {
-                let (key, place) = statement.own.split_last().expect("as many numbers as were asked for");
-                (*key, Place::from_words(place))
+            .map(|info| {
+                let (key, place) = info.own.split_last().expect("as many numbers as were asked for");
+                (*key, RankLocation::from_words(place))
             })
             .unzip();
-        let agreed = agreement::compare(&names, &statements)
+        let agreed = agreement::compare(&names, &infos)
             .and_then(|()| Fit::of(kind, &config, options, &places))
             .and_then(|fit| {
                 // All ranks come here or none does: what was compared is the same on all of them.
@@ -167,7 +167,8 @@ impl Live {
                 let here = places.iter().map(|there| there.host == place.host).collect();
                 let progress = Progress::join(key, own, here);
                 // SAFETY: the caller vouches for the communicator.
-                let confirmed = unsafe { meeting.confirm(env.timeout, "all ranks to go on with nvte_ep_initialize") };
+                let confirmed =
+                    unsafe { rendezvous.confirm(env.timeout, "all ranks to go on with nvte_ep_initialize") };
                 Progress::close_door(key);
                 confirmed.map(|()| (fit, progress))
             });
@@ -178,7 +179,7 @@ impl Live {
                 return Err(error);
             }
             (ready, agreed) => {
-                meeting.close_after_failure();
+                rendezvous.close_after_failure();
                 // A rank's own error reads the same on all ranks.
                 return Err(agreed.err().or(ready.err()).expect("one of them failed"));
             }
@@ -187,13 +188,13 @@ impl Live {
         let engine = match unsafe { candidate.create(&machine, fit, &places, place) } {
             Ok(engine) => engine,
             Err(error) => {
-                meeting.close_after_failure();
+                rendezvous.close_after_failure();
                 return Err(error);
             }
         };
         let handles = Handles::new(config.relocation, env.handle_cache_size.limit(config.dialect.default_handle_limit));
-        let watch = means.watch(progress, env.shutdown_timeout, engine.abort());
-        meeting.watch(watch.share());
+        let watchdog = means.watch(progress, env.shutdown_timeout, engine.abort());
+        rendezvous.watch(watchdog.share());
         static EPOCH: AtomicU64 = AtomicU64::new(0);
         let group = Group {
             symm: Symm::new(base, comm, device, options.symm_segment_bytes, env.timeout),
@@ -201,7 +202,7 @@ impl Live {
             env: machine.env,
             config,
             engine,
-            meeting,
+            rendezvous,
             layers: FxHashMap::default(),
             layer_configs: Vec::new(),
             handles,
@@ -209,12 +210,12 @@ impl Live {
             residency: Residency::new(device),
             stream: None,
         };
-        Ok(Live { watch, group })
+        Ok(Live { watchdog, group })
     }
 }
 
 /// What a rank has found before all have agreed.
-type Ready = Result<(Candidate, watch::Means)>;
+type Ready = Result<(Candidate, watchdog::Means)>;
 
 /// Leaves what can be neither used nor freed to the end of the process, where leak checkers see whose it is.
 fn leave(ready: Ready) {

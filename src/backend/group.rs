@@ -7,7 +7,7 @@ use super::prepared::require_no_capture;
 use super::registry::EpGroup;
 use super::routing::header::{Header, TOTAL_OFFSET};
 use super::routing::notes::{Captured, Routing};
-use super::watch::Watch;
+use super::watchdog::Watchdog;
 use crate::config::{GroupConfig, LayerConfig, RecvCapacity};
 use crate::dtype::DType;
 use crate::error::Result;
@@ -21,11 +21,11 @@ use crate::tensor::{Shape, TensorView, Window};
 impl EpGroup {
     /// A collective call: refused where the group is at its end.
     #[inline]
-    fn watched<T>(&self, body: impl FnOnce(&mut Group, &mut Watch) -> Result<T>) -> Result<T> {
+    fn watched<T>(&self, body: impl FnOnce(&mut Group, &mut Watchdog) -> Result<T>) -> Result<T> {
         let mut locked = self.lock()?;
-        let Live { watch, group } = &mut *locked;
-        watch.require_alive()?;
-        body(group, watch).map_err(|error| group.engine.explain(error))
+        let Live { watchdog, group } = &mut *locked;
+        watchdog.require_alive()?;
+        body(group, watchdog).map_err(|error| group.engine.explain(error))
     }
 
     /// Registers a layer; host only. Returns its id, never 0 and never given out twice, and the bytes of handle memory
@@ -58,12 +58,12 @@ impl EpGroup {
     /// # Errors
     /// A broken rule, before anything is enqueued, or what NCCL EP reports.
     pub fn prepare(&self, handle: &HandleRef, claim: LayerClaim, call: &mut Prepare, stream: Stream) -> Result<()> {
-        self.watched(|group, watch| {
+        self.watched(|group, watchdog| {
             let state = group.enter(stream)?;
             let layer = group.claimed_layer(handle, claim)?;
             let prepared = call.check(&group.config, &layer.config)?;
             group.resolve_windows(call)?.require_disjoint(&handle.mem, layer.mem_bytes(), call)?;
-            group.prepare(watch, handle, &layer, call, prepared, (stream, state))
+            group.prepare(watchdog, handle, &layer, call, prepared, (stream, state))
         })
     }
 
@@ -80,7 +80,7 @@ impl EpGroup {
         call: &mut Dispatch,
         stream: Stream,
     ) -> Result<()> {
-        self.watched(|group, watch| {
+        self.watched(|group, watchdog| {
             let state = group.enter(stream)?;
             let layer = group.claimed_layer(handle, claim)?;
             let mut prepared = prepare.check(&group.config, &layer.config)?;
@@ -91,7 +91,7 @@ impl EpGroup {
             call.check(&group.config, &layer.config, prepared)?;
             group.resolve_windows(call)?;
             Ranges::new::<Prepare>(&handle.mem, layer.mem_bytes()).with(prepare).with(call).require_disjoint()?;
-            group.prepare(watch, handle, &layer, prepare, prepared, (stream, state))?;
+            group.prepare(watchdog, handle, &layer, prepare, prepared, (stream, state))?;
             if let Some(given) = given {
                 // Only now is the total known that the receive side has to hold.
                 prepared = group.with_total(handle, prepared, (stream, state))?;
@@ -101,7 +101,7 @@ impl EpGroup {
             }
             let step = call.step(&layer.config);
             let run = |engine: &Engine, open: &Handle| engine.dispatch(open, call, stream);
-            group.queue(watch, handle, (&layer, prepared), step, (stream, state), run)
+            group.queue(watchdog, handle, (&layer, prepared), step, (stream, state), run)
         })
     }
 
@@ -115,7 +115,7 @@ impl EpGroup {
         check: impl Fn(&mut C, &GroupConfig, &LayerConfig, Prepared) -> Result<()>,
         run: impl FnOnce(&Engine, &Handle, &C) -> Result<()>,
     ) -> Result<()> {
-        self.watched(|group, watch| {
+        self.watched(|group, watchdog| {
             let state = group.enter(stream)?;
             let (mut layer, mut prepared) = group.routing_of(C::CALL, handle, (stream, state))?;
             if group.config.recv_capacity == RecvCapacity::Eager {
@@ -131,7 +131,7 @@ impl EpGroup {
             group.resolve_windows(call)?.require_disjoint(&handle.mem, layer.mem_bytes(), call)?;
             let step = call.step(&layer.config);
             let run = |engine: &Engine, open: &Handle| run(engine, open, call);
-            group.queue(watch, handle, (&layer, prepared), step, (stream, state), run)
+            group.queue(watchdog, handle, (&layer, prepared), step, (stream, state), run)
         })
     }
 
@@ -186,11 +186,11 @@ impl EpGroup {
     ///
     /// # Errors
     /// No bytes or no memory; ranks that disagree or do not come (then on every rank).
-    pub fn symm_alloc(&self, bytes: u64) -> Result<symm_pool::Place> {
-        self.watched(|group, watch| {
-            watch.progress().enter(Step::of(Call::SymmAlloc));
+    pub fn symm_alloc(&self, bytes: u64) -> Result<symm_pool::SymmetricAddress> {
+        self.watched(|group, watchdog| {
+            watchdog.progress().enter(Step::of(Call::SymmAlloc));
             // SAFETY: the communicator outlives the group, by initialize's contract.
-            unsafe { group.symm.alloc(&group.meeting, bytes) }
+            unsafe { group.symm.alloc(&group.rendezvous, bytes) }
         })
     }
 
@@ -211,10 +211,10 @@ impl EpGroup {
     /// The memory has `bytes` bytes, is NCCL's or of the driver's virtual memory functions, and stays until it is
     /// deregistered or the group has ended.
     pub unsafe fn window_register(&self, address: u64, bytes: u64) -> Result<Window> {
-        self.watched(|group, watch| {
-            watch.progress().enter(Step::of(Call::WindowRegister));
+        self.watched(|group, watchdog| {
+            watchdog.progress().enter(Step::of(Call::WindowRegister));
             // SAFETY: passed on; the communicator outlives the group, by initialize's contract.
-            unsafe { group.symm.window_register(&group.meeting, &mut group.residency, address, bytes) }
+            unsafe { group.symm.window_register(&group.rendezvous, &mut group.residency, address, bytes) }
         })
     }
 
@@ -223,10 +223,10 @@ impl EpGroup {
     /// # Errors
     /// An address that is not registered; ranks that do not come.
     pub fn window_deregister(&self, address: u64) -> Result<()> {
-        self.watched(|group, watch| {
-            watch.progress().enter(Step::of(Call::WindowDeregister));
+        self.watched(|group, watchdog| {
+            watchdog.progress().enter(Step::of(Call::WindowDeregister));
             // SAFETY: the communicator outlives the group, by initialize's contract.
-            unsafe { group.symm.window_deregister(&group.meeting, address) }
+            unsafe { group.symm.window_deregister(&group.rendezvous, address) }
         })
     }
 
@@ -234,7 +234,7 @@ impl EpGroup {
     ///
     /// # Errors
     /// There is no group.
-    pub fn symmetric_place(&self, address: u64) -> Result<Option<symm_pool::Place>> {
+    pub fn symmetric_place(&self, address: u64) -> Result<Option<symm_pool::SymmetricAddress>> {
         Ok(self.lock()?.group.symm.place_of(address))
     }
 
@@ -252,7 +252,7 @@ impl EpGroup {
         }
         Ok(MemoryUsage {
             group: group.engine.memory(),
-            library: group.meeting.bytes(),
+            library: group.rendezvous.bytes(),
             handles,
             open_handles: open.len() as u64,
             symmetric: group.symm.statistics(),
@@ -265,7 +265,7 @@ impl Group {
     /// Exchanges the routing, once `prepared` came out of its checks.
     fn prepare(
         &mut self,
-        watch: &mut Watch,
+        watchdog: &mut Watchdog,
         handle: &HandleRef,
         layer: &Layer,
         call: &Prepare,
@@ -287,7 +287,7 @@ impl Group {
         let header = HeaderOut { address: memory, words, total: total_of(&handle.mem, call) };
         let open = self.handles.handle(memory).expect("opened just now");
         let queue = || self.engine.prepare(open, call, &header, stream);
-        watch.queue(step, stream, state, queue)?;
+        watchdog.queue(step, stream, state, queue)?;
         let routing = Routing { layer: layer.config, prepared };
         match state {
             StreamState::Working => {
@@ -302,7 +302,7 @@ impl Group {
     /// Queues what a call does over a prepared layer, once it came out of its checks.
     fn queue(
         &mut self,
-        watch: &mut Watch,
+        watchdog: &mut Watchdog,
         handle: &HandleRef,
         (layer, prepared): (&Layer, Prepared),
         step: Step,
@@ -311,7 +311,7 @@ impl Group {
     ) -> Result<()> {
         self.open(handle, layer, Some(prepared))?;
         let open = self.handles.handle(handle.mem.data).expect("opened just now");
-        watch.queue(step, stream, state, || run(&self.engine, open))?;
+        watchdog.queue(step, stream, state, || run(&self.engine, open))?;
         self.handles.used(handle.mem.data, step.call, state == StreamState::Capturing);
         Ok(())
     }

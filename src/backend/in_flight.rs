@@ -8,7 +8,7 @@ use crate::progress::Step;
 
 /// A place for a call, with what tells when the call begins and ends on the device.
 #[derive(Debug)]
-pub(super) struct Place<E> {
+pub(super) struct RingSlot<E> {
     pub(super) events: E,
     /// [`Call::word`]; 0 = the place is free, or the caller's.
     word: AtomicU64,
@@ -40,7 +40,7 @@ impl Call {
     }
 }
 
-impl<E> Place<E> {
+impl<E> RingSlot<E> {
     pub(super) fn new(events: E) -> Self {
         Self { events, word: AtomicU64::new(0), step: AtomicU32::new(0) }
     }
@@ -57,14 +57,14 @@ impl<E> Place<E> {
         self.word.store(Call::word(number, behind_others), Ordering::Release);
     }
 
-    /// What the place holds. What is seen of its events from here on is true of this call if [`Place::holds`] says so then.
+    /// What the place holds. What is seen of its events from here on is true of this call if [`RingSlot::holds`] says so then.
     pub(super) fn look(&self) -> Option<Call> {
         let word = self.word.load(Ordering::Acquire);
         let step = Step::unpack(self.step.load(Ordering::Relaxed))?;
         (word != 0).then_some(Call { word, step })
     }
 
-    /// Whether the place holds `call`, and has since [`Place::look`] found it there.
+    /// Whether the place holds `call`, and has since [`RingSlot::look`] found it there.
     pub(super) fn holds(&self, call: Call) -> bool {
         fence(Ordering::Acquire);
         self.word.load(Ordering::Relaxed) == call.word
@@ -79,16 +79,16 @@ impl<E> Place<E> {
 
 /// Whose turn it is among the places of a group: they are taken one after the other, since calls end in their order.
 #[derive(Debug, Default)]
-pub(super) struct Turn {
+pub(super) struct Cursor {
     next: usize,
     /// Whether calls since the last one that a place got are in none.
     skipped: bool,
 }
 
-impl Turn {
+impl Cursor {
     /// A place for the next call: a free one, or that of the newest call, which gives way. None where there are no places.
     #[inline]
-    pub(super) fn take<'a, E>(&mut self, places: &'a [Place<E>]) -> Option<&'a Place<E>> {
+    pub(super) fn take<'a, E>(&mut self, places: &'a [RingSlot<E>]) -> Option<&'a RingSlot<E>> {
         let oldest = places.get(self.next)?;
         let after = self.next + 1;
         if oldest.is_free() {
@@ -120,19 +120,19 @@ mod tests {
         Step { size: number as usize & 0xFFFF, ..Step::of(progress::Call::Combine) }
     }
 
-    fn places(count: usize) -> Vec<Place<AtomicU64>> {
-        (0..count).map(|_| Place::new(AtomicU64::new(0))).collect()
+    fn places(count: usize) -> Vec<RingSlot<AtomicU64>> {
+        (0..count).map(|_| RingSlot::new(AtomicU64::new(0))).collect()
     }
 
     /// Makes a call as far as places go; the "event" is the call's number.
-    fn make(turn: &mut Turn, places: &[Place<AtomicU64>], number: u64) {
+    fn make(turn: &mut Cursor, places: &[RingSlot<AtomicU64>], number: u64) {
         let place = turn.take(places).unwrap();
         place.events.store(number, Ordering::Relaxed);
         place.fill(number, step(number), turn.take_skipped());
     }
 
-    fn numbers(places: &[Place<AtomicU64>]) -> Vec<u64> {
-        let mut calls: Vec<_> = places.iter().filter_map(Place::look).collect();
+    fn numbers(places: &[RingSlot<AtomicU64>]) -> Vec<u64> {
+        let mut calls: Vec<_> = places.iter().filter_map(RingSlot::look).collect();
         calls.sort_by_key(|call| call.number());
         calls
             .into_iter()
@@ -142,7 +142,7 @@ mod tests {
 
     #[test]
     fn the_oldest_stay_and_the_newest_gives_way() {
-        let (places, mut turn) = (places(3), Turn::default());
+        let (places, mut turn) = (places(3), Cursor::default());
         (1..=3).for_each(|number| make(&mut turn, &places, number));
         assert_eq!(numbers(&places), [1, 2, 3]);
         (4..=6).for_each(|number| make(&mut turn, &places, number));
@@ -158,18 +158,18 @@ mod tests {
 
     #[test]
     fn a_call_that_failed_leaves_its_place_to_the_next() {
-        let (places, mut turn) = (places(2), Turn::default());
+        let (places, mut turn) = (places(2), Cursor::default());
         (1..=2).for_each(|number| make(&mut turn, &places, number));
         turn.take(&places).unwrap();
         assert_eq!(numbers(&places), [1]);
         make(&mut turn, &places, 3);
         assert_eq!(numbers(&places), [1, 1003], "2 was given up");
-        assert!(Turn::default().take::<()>(&[]).is_none());
+        assert!(Cursor::default().take::<()>(&[]).is_none());
     }
 
     #[test]
     fn a_place_that_was_taken_again_is_not_freed() {
-        let (places, mut turn) = (places(1), Turn::default());
+        let (places, mut turn) = (places(1), Cursor::default());
         make(&mut turn, &places, 1);
         let first = places[0].look().unwrap();
         assert!(places[0].holds(first));
@@ -186,7 +186,7 @@ mod tests {
         let (places, done) = (places(4), AtomicBool::new(false));
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                let mut turn = Turn::default();
+                let mut turn = Cursor::default();
                 (1..=CALLS).for_each(|number| make(&mut turn, &places, number));
                 done.store(true, Ordering::Release);
             });
@@ -205,6 +205,6 @@ mod tests {
                 }
             }
         });
-        assert!(places.iter().all(Place::is_free));
+        assert!(places.iter().all(RingSlot::is_free));
     }
 }

@@ -1,12 +1,12 @@
 //! What a group consists of, on one device.
 
-use super::agreement::Meeting;
+use super::agreement::Rendezvous;
 use super::engine::{Engine, Handle};
 use super::residency::Residency;
 use super::routing::handles::Handles;
 use super::routing::notes::HandleKey;
 use super::symm::Symm;
-use super::watch::Watch;
+use super::watchdog::Watchdog;
 use crate::config::{GroupConfig, LayerConfig, SlabAlignment};
 use crate::env::Env;
 use crate::error::{Error, Result};
@@ -17,9 +17,9 @@ use crate::sys::cuda::{Stream, StreamState};
 use crate::tensor::TensorView;
 use rustc_hash::FxHashMap;
 
-/// A group and the watch over its calls.
+/// A group and the watchdog of its calls.
 pub(super) struct Live {
-    pub(super) watch: Watch,
+    pub(super) watchdog: Watchdog,
     pub(super) group: Group,
 }
 
@@ -61,7 +61,7 @@ pub(super) struct Group {
     pub(super) env: Env,
     pub(super) config: GroupConfig,
     pub(super) engine: Engine,
-    pub(super) meeting: Meeting,
+    pub(super) rendezvous: Rendezvous,
     pub(super) symm: Symm,
     pub(super) layers: FxHashMap<u64, Layer>,
     /// All layer configurations that there have been, registered or not.

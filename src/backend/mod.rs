@@ -8,10 +8,9 @@
 //! | `routing` | what handle memory holds |
 //! | `engine` | what moves the rows: NCCL EP |
 //! | `symm`, `residency` | symmetric memory; where the memory of tensors is |
-//! | `watch`, `in_flight`, `fork` | calls that do not end, and processes that may not call |
+//! | `watchdog`, `in_flight`, `fork` | calls that do not end, and processes that may not call |
 
 mod agreement;
-mod bounded;
 mod communicator;
 mod create;
 mod engine;
@@ -27,12 +26,12 @@ mod residency;
 mod routing;
 mod symm;
 mod teardown;
-mod watch;
+mod watchdog;
 
-pub use crate::symm_pool::{Place, PoolStatistics};
+pub use crate::symm_pool::{PoolStatistics, SymmetricAddress};
 pub use communicator::Communicator;
 pub use create::initialize;
 pub use live::{HandleRef, LayerClaim, MemoryUsage, RecvTotals};
-pub use registry::{EpGroup, current_group, tell_failure};
+pub use registry::{EpGroup, current_group, report_failure};
 pub use routing::notes::HandleKey;
 pub use teardown::shutdown;

@@ -124,7 +124,7 @@ impl Group {
     /// Reads words of handle memory behind what is queued on `stream`, unless `limit` is over or the group comes to its end
     /// before.
     fn read_words<const N: usize>(&self, address: u64, stream: Stream, limit: Option<Duration>) -> Result<[u32; N]> {
-        let ended = || self.meeting.ended();
+        let ended = || self.rendezvous.ended();
         // SAFETY: `Stream::bind` vouches for the handle memory; a caller saw that the stream does not capture.
         unsafe { self.base.cuda.read_words(address, stream, limit, &ended) }
     }

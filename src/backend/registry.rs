@@ -65,12 +65,12 @@ fn no_group_on(device: i32) -> Error {
 }
 
 /// Tells the ranks that wait for this one that its call `name` failed with `error`, if the current device has a group.
-pub fn tell_failure(name: &str, error: &Error) {
+pub fn report_failure(name: &str, error: &Error) {
     let Ok(group) = current_group() else { return };
     // A slot at work has another thread's call in it.
     let Some(group) = group.0.group.try_lock() else { return };
     if let Some(live) = group.as_ref() {
-        live.watch.failed(name, error);
+        live.watchdog.failed(name, error);
     }
 }
 

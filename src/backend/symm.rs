@@ -1,16 +1,16 @@
 //! Symmetric memory for callers: segments of NCCL's memory, registered on the group's communicator with all ranks, and
 //! callers' own memory that they register. `symm_pool` keeps the books; here is what they are about.
 
-use super::agreement::{self, Kind, Meeting, Statement};
-use super::bounded::bounded;
+use super::agreement::{self, Kind, RankInfo, Rendezvous};
 use super::communicator::Communicator;
 use super::residency::{Fit, Residency};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::options::Limit;
-use crate::symm_pool::{Place, Plan, PoolStatistics, SymmPool};
+use crate::symm_pool::{Plan, PoolStatistics, SymmPool, SymmetricAddress};
 use crate::sys::Base;
 use crate::tensor::{Shape, TensorView, Window};
+use crate::wait::bounded;
 use nvte_ep_bindings as b;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -41,24 +41,30 @@ impl Symm {
     ///
     /// # Safety
     /// The communicator is live.
-    unsafe fn agree(&self, meeting: &Meeting, what: &str, number: (&str, u64), refusal: Option<&Error>) -> Result<()> {
+    unsafe fn agree(
+        &self,
+        rendezvous: &Rendezvous,
+        what: &str,
+        number: (&str, u64),
+        refusal: Option<&Error>,
+    ) -> Result<()> {
         let (base, device) = (self.base, self.device);
-        bounded(self.limit, "the work queued on the device", &|| meeting.hopeless(), move || {
+        bounded(self.limit, "the work queued on the device", &|| rendezvous.futile(), move || {
             base.cuda.set_current_device(device)?;
             // SAFETY: takes nothing.
             base.cuda.check("cuCtxSynchronize", unsafe { (base.cuda.cuCtxSynchronize)() })
         })?;
-        let own = Statement {
+        let own = RankInfo {
             equal: vec![number.1, self.pool.history()],
             own: Vec::new(),
             refusal: refusal.map(Error::to_string),
         };
         // SAFETY: passed on.
-        let statements = unsafe { meeting.exchange(Kind::Symmetric, &own, self.limit, what) }?;
-        agreement::compare(&[number.0.to_owned(), HISTORY.to_owned()], &statements)?;
+        let infos = unsafe { rendezvous.exchange(Kind::Symmetric, &own, self.limit, what) }?;
+        agreement::compare(&[number.0.to_owned(), HISTORY.to_owned()], &infos)?;
         // A rank that came too late finds what those said that have given up since: they do not come here.
         // SAFETY: passed on.
-        unsafe { meeting.confirm(self.limit, what) }
+        unsafe { rendezvous.confirm(self.limit, what) }
     }
 
     /// Fails once ranks may differ, before anything is begun.
@@ -75,13 +81,13 @@ impl Symm {
     /// As there.
     unsafe fn settle(
         &mut self,
-        meeting: &Meeting,
+        rendezvous: &Rendezvous,
         what: &str,
         number: (&str, u64),
         refusal: Option<&Error>,
     ) -> Result<()> {
         // SAFETY: passed on.
-        let outcome = unsafe { self.agree(meeting, what, number, refusal) };
+        let outcome = unsafe { self.agree(rendezvous, what, number, refusal) };
         if let Err(error @ Error::TimeOut { .. }) = &outcome {
             self.broken = Some(format!("an earlier call did not end: {error}"));
         }
@@ -93,7 +99,7 @@ impl Symm {
     ///
     /// # Safety
     /// The communicator is live.
-    pub(super) unsafe fn alloc(&mut self, meeting: &Meeting, bytes: u64) -> Result<Place> {
+    pub(super) unsafe fn alloc(&mut self, rendezvous: &Rendezvous, bytes: u64) -> Result<SymmetricAddress> {
         self.require_unbroken()?;
         let what = "all ranks to call nvte_ep_ext_symm_alloc";
         // A rank that cannot go on says so to all of them.
@@ -104,7 +110,7 @@ impl Symm {
             Err(error) => Err(error.clone()),
         };
         // SAFETY: passed on.
-        let agreed = unsafe { self.settle(meeting, what, ("bytes", bytes), segment.as_ref().err()) };
+        let agreed = unsafe { self.settle(rendezvous, what, ("bytes", bytes), segment.as_ref().err()) };
         let segment = match (segment, agreed) {
             (Ok(segment), Ok(())) => segment,
             (segment, agreed) => {
@@ -116,7 +122,7 @@ impl Symm {
         };
         if let Some((base, size)) = segment {
             // SAFETY: the memory is NCCL's, of this size, and stays until its window is gone.
-            match unsafe { self.register(meeting, what, base, size) } {
+            match unsafe { self.register(rendezvous, what, base, size) } {
                 Ok(window) => self.pool.add_segment(base, size, window),
                 Err(error) => {
                     // A registration that was given up on may still use the memory.
@@ -138,7 +144,7 @@ impl Symm {
     /// deregistered.
     pub(super) unsafe fn window_register(
         &mut self,
-        meeting: &Meeting,
+        rendezvous: &Rendezvous,
         residency: &mut Residency,
         address: u64,
         bytes: u64,
@@ -167,10 +173,10 @@ impl Symm {
                 .and_then(|()| self.require_mappable(address))
         };
         // SAFETY: passed on.
-        let agreed = unsafe { self.settle(meeting, what, ("bytes", bytes), fit.as_ref().err()) };
+        let agreed = unsafe { self.settle(rendezvous, what, ("bytes", bytes), fit.as_ref().err()) };
         agreed.and(fit)?;
         // SAFETY: the caller vouches for the memory.
-        let handle = unsafe { self.register(meeting, what, address, bytes) }?;
+        let handle = unsafe { self.register(rendezvous, what, address, bytes) }?;
         self.pool.add_registered(address, bytes, handle);
         Ok(Window::new(handle, 0).expect("register refuses a null window"))
     }
@@ -189,14 +195,14 @@ impl Symm {
     ///
     /// # Safety
     /// The communicator is live.
-    pub(super) unsafe fn window_deregister(&mut self, meeting: &Meeting, address: u64) -> Result<()> {
+    pub(super) unsafe fn window_deregister(&mut self, rendezvous: &Rendezvous, address: u64) -> Result<()> {
         self.require_unbroken()?;
         let what = "all ranks to call nvte_ep_ext_window_deregister";
         let window = self.pool.registered(address);
         let number = window.as_ref().map_or(0, |(_, number)| *number);
         // SAFETY: passed on.
         let agreed =
-            unsafe { self.settle(meeting, what, ("registration, by its number,", number), window.as_ref().err()) };
+            unsafe { self.settle(rendezvous, what, ("registration, by its number,", number), window.as_ref().err()) };
         let (window, _) = agreed.and(window)?;
         self.pool.remove_registered(address)?;
         self.deregister(window)
@@ -206,7 +212,7 @@ impl Symm {
         self.pool.give_back(address)
     }
 
-    pub(super) fn place_of(&self, address: u64) -> Option<Place> {
+    pub(super) fn place_of(&self, address: u64) -> Option<SymmetricAddress> {
         self.pool.place_of(address)
     }
 
@@ -231,12 +237,12 @@ impl Symm {
     ///
     /// # Safety
     /// The communicator is live; the memory is fit for a window and stays until that is gone.
-    unsafe fn register(&mut self, meeting: &Meeting, what: &str, address: u64, bytes: u64) -> Result<usize> {
+    unsafe fn register(&mut self, rendezvous: &Rendezvous, what: &str, address: u64, bytes: u64) -> Result<usize> {
         let (base, comm, device) = (self.base, self.comm, self.device);
         let found = Arc::new(AtomicUsize::new(0));
         let out = Arc::clone(&found);
         // NCCL's call waits for the other ranks without a limit of its own.
-        let outcome = bounded(self.limit, what, &|| meeting.hopeless(), move || {
+        let outcome = bounded(self.limit, what, &|| rendezvous.futile(), move || {
             base.cuda.set_current_device(device)?;
             // SAFETY: the caller vouches for communicator and memory.
             let window = unsafe { base.nccl.window_register(comm.as_raw(), address, bytes) }?;
@@ -249,7 +255,7 @@ impl Symm {
             return Err(error.clone());
         }
         // SAFETY: passed on.
-        let agreed = unsafe { self.settle(meeting, what, ("window size", bytes), outcome.as_ref().err()) };
+        let agreed = unsafe { self.settle(rendezvous, what, ("window size", bytes), outcome.as_ref().err()) };
         if let Err(error) = agreed {
             if window != 0 && self.broken.is_none() {
                 self.deregister(window)?;

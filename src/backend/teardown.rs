@@ -1,12 +1,12 @@
 //! The end of a group.
 
-use super::bounded::bounded;
 use super::fork;
 use super::live::{Group, Live};
 use super::registry::{EpGroup, Slot};
 use crate::error::{Error, Result};
 use crate::progress::{Call, Step};
 use crate::sys::thread;
+use crate::wait::bounded;
 use nvte_ep_bindings as b;
 
 /// Ends every EP group of this process: waits for queued work and for the other ranks (both bounded), then destroys
@@ -60,13 +60,13 @@ impl EpGroup {
 impl Live {
     /// Tears down in order and returns what failed.
     pub(super) fn destroy(self, device: i32) -> Vec<String> {
-        let Self { watch, group } = self;
+        let Self { watchdog, group } = self;
         let limit = group.env.shutdown_timeout;
         let base = group.base;
-        let quiet = watch.require_alive().and_then(|()| {
-            watch.progress().enter(Step::of(Call::Shutdown));
-            let hopeless = || watch.require_alive().err().map(|error| error.to_string());
-            bounded(limit, "the work queued on the device", &hopeless, move || {
+        let quiet = watchdog.require_alive().and_then(|()| {
+            watchdog.progress().enter(Step::of(Call::Shutdown));
+            let futile = || watchdog.require_alive().err().map(|error| error.to_string());
+            bounded(limit, "the work queued on the device", &futile, move || {
                 base.cuda.set_current_device(device)?;
                 // SAFETY: takes nothing.
                 base.cuda.check("cuCtxSynchronize", unsafe { (base.cuda.cuCtxSynchronize)() })
@@ -77,7 +77,7 @@ impl Live {
         let met = quiet.and_then(|()| {
             base.cuda.set_current_device(device)?;
             // SAFETY: the communicator outlives shutdown, by initialize's contract.
-            unsafe { group.meeting.barrier(limit) }
+            unsafe { group.rendezvous.barrier(limit) }
         });
         if met.as_ref().is_err_and(is_cuda_gone) {
             // Called from a destructor that runs after CUDA's own: the process ends, and the driver has freed everything.
@@ -90,21 +90,21 @@ impl Live {
             let text = format!("{error}; the group's device memory is left to the process's end");
             // The caller gets it as an exception.
             tracing::info!(target: "nvte_ep", device, "{text}");
-            watch.progress().give_up(&text);
+            watchdog.progress().give_up(&text);
             if let Some(abort) = group.engine.abort() {
                 // SAFETY: the engine is not destroyed, here or later.
                 unsafe { abort.now() };
             }
-            watch.abandon();
+            watchdog.abandon();
             return vec![text];
         }
-        watch.progress().leave();
-        let Group { engine, meeting, handles, symm, .. } = group;
-        watch.stop();
+        watchdog.progress().leave();
+        let Group { engine, rendezvous, handles, symm, .. } = group;
+        watchdog.stop();
         let mut ended = handles.into_handles().map(|handle| engine.close(handle)).collect::<Vec<_>>();
         ended.push(engine.destroy());
         ended.extend(symm.destroy());
-        ended.push(meeting.close());
+        ended.push(rendezvous.close());
         for result in ended {
             if let Err(error) = result {
                 tracing::info!(target: "nvte_ep", device, "{error}");

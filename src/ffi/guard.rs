@@ -57,7 +57,7 @@ pub(super) fn attempt<R>(
         Ok(Err(error)) => {
             // The ranks that wait for this one's call are told why it does not come.
             if name.starts_with("nvte_ep_") {
-                without_panic(|| crate::backend::tell_failure(name, &error));
+                without_panic(|| crate::backend::report_failure(name, &error));
             }
             Err(failure(name, &error))
         }

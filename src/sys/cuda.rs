@@ -3,10 +3,8 @@
 
 use super::fn_table;
 use crate::error::{Error, Result};
-use crate::patience::Patience;
 use nvte_ep_bindings as b;
 use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void};
-use std::time::Duration;
 
 fn_table! {
     /// The driver's functions.
@@ -262,35 +260,6 @@ impl Cuda {
         })
     }
 
-    /// Waits for the work queued on `stream`, but not longer than `limit`; `what` says in the time-out's text what was
-    /// waited for. `hopeless`, asked now and then, ends the wait early and says why.
-    ///
-    /// # Errors
-    /// [`Error::TimeOut`], or the error of the queued work.
-    pub fn wait(
-        &self,
-        stream: Stream,
-        limit: Option<Duration>,
-        what: &str,
-        remedy: &str,
-        hopeless: &dyn Fn() -> Option<String>,
-    ) -> Result<()> {
-        let mut patience = Patience::new(what, limit, remedy, hopeless);
-        loop {
-            // SAFETY: the stream is bound.
-            match unsafe { (self.cuStreamQuery)(stream.as_raw()) } {
-                b::CUDA_ERROR_NOT_READY => patience.check()?,
-                code => return self.check("cuStreamQuery", code),
-            }
-            // Short at first for the common quick case, then easy on the processor.
-            match patience.waited().as_micros() {
-                ..200 => std::thread::yield_now(),
-                200..5000 => std::thread::sleep(Duration::from_micros(20)),
-                _ => std::thread::sleep(Duration::from_micros(500)),
-            }
-        }
-    }
-
     /// Queues zeroes over `bytes` bytes at the device address `address`.
     ///
     /// # Errors
@@ -329,44 +298,6 @@ impl Cuda {
         // SAFETY: both are live.
         self.check("cuMemGetInfo_v2", unsafe { (self.cuMemGetInfo_v2)(&raw mut free, &raw mut total) })?;
         Ok((free, total))
-    }
-
-    /// Reads words back after all that is queued on `stream`; the calling thread waits, until `hopeless` says why there is no
-    /// end. No capture of another stream is harmed.
-    ///
-    /// # Errors
-    /// The driver's; [`Error::TimeOut`].
-    ///
-    /// # Safety
-    /// The memory is readable device memory, and `stream` does not capture.
-    pub unsafe fn read_words<const N: usize>(
-        &self,
-        address: u64,
-        stream: Stream,
-        limit: Option<Duration>,
-        hopeless: &dyn Fn() -> Option<String>,
-    ) -> Result<[u32; N]> {
-        let read = || {
-            // The copy waits for the stream too, but without an end.
-            self.wait(stream, limit, "the work queued on the stream", "", hopeless)?;
-            let mut words = [0u32; N];
-            let (to, bytes) = (words.as_mut_ptr().cast(), size_of_val(&words));
-            // SAFETY: the caller vouches for memory and stream; the copy is waited for before `words` is looked at.
-            let code = unsafe { (self.cuMemcpyDtoHAsync_v2)(to, address, bytes, stream.as_raw()) };
-            self.check("cuMemcpyDtoHAsync_v2", code)?;
-            // SAFETY: the stream is bound.
-            self.check("cuStreamSynchronize", unsafe { (self.cuStreamSynchronize)(stream.as_raw()) })?;
-            Ok(words)
-        };
-        // A capture in global mode forbids waits to every thread that does not say that it knows better.
-        let mut mode = b::CU_STREAM_CAPTURE_MODE_RELAXED;
-        let exchange = self.cuThreadExchangeStreamCaptureMode;
-        // SAFETY: `mode` is live.
-        self.check("cuThreadExchangeStreamCaptureMode", unsafe { exchange(&raw mut mode) })?;
-        let words = read();
-        // SAFETY: `mode` is live, and the thread's own mode again.
-        self.check("cuThreadExchangeStreamCaptureMode", unsafe { exchange(&raw mut mode) })?;
-        words
     }
 
     /// Whether `stream` captures a graph, or works. No capture of another stream is harmed.

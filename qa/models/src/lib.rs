@@ -47,7 +47,7 @@ mod in_flight;
 mod note;
 
 use atomic::{AtomicU64, Ordering};
-use in_flight::{Place, Turn};
+use in_flight::{Cursor, RingSlot};
 use loom::sync::{Arc, Mutex};
 use loom::thread;
 use progress::Step;
@@ -98,7 +98,7 @@ pub fn giving_up_is_the_last_word() {
 /// place that the caller took again is not freed.
 pub fn what_is_seen_of_a_call_is_its_own() {
     loom::model(|| {
-        let places: Arc<Vec<Place<AtomicU64>>> = Arc::new(vec![Place::new(AtomicU64::new(0))]);
+        let places: Arc<Vec<RingSlot<AtomicU64>>> = Arc::new(vec![RingSlot::new(AtomicU64::new(0))]);
         let shared = Arc::clone(&places);
         // The reader is the spawned thread: with the parts exchanged, loom tries no order in which it sees a call.
         let watch = thread::spawn(move || {
@@ -110,7 +110,7 @@ pub fn what_is_seen_of_a_call_is_its_own() {
                 place.free(call);
             }
         });
-        let mut turn = Turn::default();
+        let mut turn = Cursor::default();
         for number in 1..=2u64 {
             let place = turn.take(&places).unwrap();
             place.events.store(number, Ordering::Relaxed);

@@ -14,7 +14,7 @@ use crate::limits::{self, Limits};
 use crate::memory::GroupMemory;
 use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare};
 use crate::options::{EngineChoice, Options};
-use crate::preflight::Place;
+use crate::preflight::RankLocation;
 use crate::sys::Base;
 use crate::sys::cuda::{DeviceFacts, Stream};
 use crate::sys::nccl::CommFacts;
@@ -168,7 +168,7 @@ impl Candidate {
     }
 
     /// What this rank tells the others of itself; also where it has found no candidate.
-    pub(super) fn location(kind: EngineKind, machine: &Machine<'_>, found: Option<&Self>) -> Place {
+    pub(super) fn location(kind: EngineKind, machine: &Machine<'_>, found: Option<&Self>) -> RankLocation {
         match (kind, found) {
             (EngineKind::NcclEp, Some(Self::NcclEp(found))) => nccl_ep::Candidate::location(machine, Some(found)),
             (EngineKind::NcclEp, _) => nccl_ep::Candidate::location(machine, None),
@@ -183,7 +183,13 @@ impl Candidate {
     ///
     /// # Safety
     /// The communicator is live, of the machine's NCCL, outlives the engine, and its device is current.
-    pub(super) unsafe fn create(self, machine: &Machine<'_>, fit: Fit, places: &[Place], own: Place) -> Result<Engine> {
+    pub(super) unsafe fn create(
+        self,
+        machine: &Machine<'_>,
+        fit: Fit,
+        places: &[RankLocation],
+        own: RankLocation,
+    ) -> Result<Engine> {
         match (self, fit) {
             (Self::NcclEp(found), Fit::NcclEp(fit)) => {
                 // SAFETY: passed on.
@@ -201,7 +207,12 @@ impl Fit {
     ///
     /// # Errors
     /// The same on every rank.
-    pub(super) fn of(kind: EngineKind, config: &GroupConfig, options: &Options, places: &[Place]) -> Result<Self> {
+    pub(super) fn of(
+        kind: EngineKind,
+        config: &GroupConfig,
+        options: &Options,
+        places: &[RankLocation],
+    ) -> Result<Self> {
         match kind {
             EngineKind::NcclEp => nccl_ep::Fit::of(config, options, places).map(Self::NcclEp),
             EngineKind::Native => native::Fit::of(config, options, places).map(Self::Native),

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::memory::GroupMemory;
 use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare};
 use crate::options::Options;
-use crate::preflight::{self, Place};
+use crate::preflight::{self, RankLocation};
 use crate::sys::cuda::{DeviceFacts, Stream};
 use crate::sys::nccl::CommFacts;
 use crate::tensor::TensorView;
@@ -65,7 +65,7 @@ fn require_numbered_rows(config: &GroupConfig) -> Result<()> {
 impl Fit {
     /// # Errors
     /// Several NVLink domains, too few multiprocessors, too little memory; the same on every rank.
-    pub(in crate::backend) fn of(config: &GroupConfig, options: &Options, places: &[Place]) -> Result<Self> {
+    pub(in crate::backend) fn of(config: &GroupConfig, options: &Options, places: &[RankLocation]) -> Result<Self> {
         require_one_domain(places.iter().map(|place| place.domains).max().unwrap_or(0))?;
         let counts = [
             ("option dispatch_sms", options.dispatch_sms),
@@ -95,8 +95,8 @@ impl Candidate {
         Kernels::load(machine.base, &machine.facts).map(Self)
     }
 
-    pub(in crate::backend) fn location(machine: &Machine<'_>) -> Place {
-        preflight::place(machine.base, &machine.facts, &machine.comm_facts, None)
+    pub(in crate::backend) fn location(machine: &Machine<'_>) -> RankLocation {
+        preflight::location(machine.base, &machine.facts, &machine.comm_facts, None)
     }
 
     /// # Safety
@@ -106,7 +106,7 @@ impl Candidate {
         // SAFETY: passed on.
         let memory = unsafe { Memory::create(machine, &layout) }?;
         let timeout = machine.env.timeout.map_or(u64::MAX, |limit| {
-            // The watch over the calls comes first: it knows which rank is missing and why.
+            // The watchdog comes first: it knows which rank is missing and why.
             u64::try_from((limit + Duration::from_secs(5)).as_nanos()).unwrap_or(u64::MAX)
         });
         let mut group = memory.addresses(&layout);

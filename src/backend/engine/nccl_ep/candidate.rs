@@ -8,7 +8,7 @@ use crate::config::GroupConfig;
 use crate::env::RuntimeKind;
 use crate::error::{Error, Result};
 use crate::options::Options;
-use crate::preflight::{self, GroupVariables, Place, SmCounts};
+use crate::preflight::{self, GroupVariables, RankLocation, SmCounts};
 use crate::sys::{self, NcclEpLibrary};
 use nvte_ep_bindings as b;
 use std::path::Path;
@@ -23,7 +23,7 @@ pub(in crate::backend) struct Candidate {
 pub(in crate::backend) struct Fit(SmCounts);
 
 impl Fit {
-    pub(in crate::backend) fn of(config: &GroupConfig, options: &Options, places: &[Place]) -> Result<Self> {
+    pub(in crate::backend) fn of(config: &GroupConfig, options: &Options, places: &[RankLocation]) -> Result<Self> {
         preflight::fit(config, options, places).map(Self)
     }
 }
@@ -46,9 +46,9 @@ impl Candidate {
         Ok(Self { library, index_copier: IndexCopier::load(&base.cuda, device)? })
     }
 
-    pub(in crate::backend) fn location(machine: &Machine<'_>, found: Option<&Self>) -> Place {
+    pub(in crate::backend) fn location(machine: &Machine<'_>, found: Option<&Self>) -> RankLocation {
         let Machine { base, facts, comm_facts, .. } = machine;
-        preflight::place(base, facts, comm_facts, found.map(|found| found.library))
+        preflight::location(base, facts, comm_facts, found.map(|found| found.library))
     }
 
     /// # Safety
@@ -57,8 +57,8 @@ impl Candidate {
         self,
         machine: &Machine<'_>,
         Fit(sms): Fit,
-        places: &[Place],
-        own: Place,
+        places: &[RankLocation],
+        own: RankLocation,
     ) -> Result<Group> {
         let Self { library, index_copier } = self;
         let variables = GroupVariables::set(machine.options, sms, machine.base.runtime, places, own);

@@ -6,7 +6,7 @@
 //! Calls that are captured are not watched: graphs are replayed without the library.
 
 use super::engine::Abort;
-use super::in_flight::{self, Place, Turn};
+use super::in_flight::{self, Cursor, RingSlot};
 use crate::error::{Error, Result};
 use crate::log::report;
 use crate::progress::{Call, Progress, Step};
@@ -51,7 +51,7 @@ struct Running {
     reported: bool,
 }
 
-/// A group under watch: what its calls go through.
+/// A group that is watched: what its calls go through.
 #[derive(Debug)]
 pub(super) struct Watched {
     base: &'static Base,
@@ -63,7 +63,7 @@ pub(super) struct Watched {
     /// Ends the kernels of the calls in flight.
     abort: Option<Abort>,
     /// Where calls in flight are kept; none where calls are not watched.
-    places: Box<[Place<Events>]>,
+    places: Box<[RingSlot<Events>]>,
     /// Why the group is at its end.
     ended: OnceLock<String>,
     /// Whether a caller has been told.
@@ -74,22 +74,22 @@ pub(super) struct Watched {
     stop: Condvar,
 }
 
-/// The watch over one group.
+/// The watchdog of one group.
 #[derive(Debug)]
-pub(super) struct Watch {
+pub(super) struct Watchdog {
     watched: Arc<Watched>,
-    turn: Turn,
+    turn: Cursor,
     thread: Option<Thread<()>>,
 }
 
-/// What a watch takes of the system and of the device. It is had before the ranks agree on a group: without it, a rank that
+/// What a watchdog takes of the system and of the device. It is had before the ranks agree on a group: without it, a rank that
 /// is missing would be waited for without an end, and nobody would know.
 #[derive(Debug)]
 pub(super) struct Means {
     base: &'static Base,
     /// How long a call may take on the device; none = calls are counted, and not watched.
     limit: Option<Duration>,
-    places: Box<[Place<Events>]>,
+    places: Box<[RingSlot<Events>]>,
     /// The thread, and how it gets what it watches; none where nothing is watched.
     thread: Option<(Assignment, Thread<()>)>,
 }
@@ -109,8 +109,8 @@ impl Means {
     }
 
     /// Watches the calls of a group. `grace`: how long a process goes on that takes no notice of the group's end; none = for
-    /// ever. `abort`: of the group's engine, which is destroyed after [`Watch::stop`] at the earliest.
-    pub(super) fn watch(mut self, progress: Progress, grace: Option<Duration>, abort: Option<Abort>) -> Watch {
+    /// ever. `abort`: of the group's engine, which is destroyed after [`Watchdog::stop`] at the earliest.
+    pub(super) fn watch(mut self, progress: Progress, grace: Option<Duration>, abort: Option<Abort>) -> Watchdog {
         let watched = Arc::new(Watched {
             base: self.base,
             limit: self.limit,
@@ -128,7 +128,7 @@ impl Means {
             sender.put(Some(Arc::clone(&watched)));
             thread
         });
-        Watch { watched, turn: Turn::default(), thread }
+        Watchdog { watched, turn: Cursor::default(), thread }
     }
 }
 
@@ -172,14 +172,14 @@ fn start_thread(base: &'static Base, device: i32) -> Result<(Assignment, Thread<
     ready.map(|()| (assignment, thread))
 }
 
-fn destroy(base: &Base, places: &[Place<Events>]) {
+fn destroy(base: &Base, places: &[RingSlot<Events>]) {
     for event in places.iter().flat_map(|place| [place.events.begin, place.events.end]) {
         // SAFETY: an event of ours that nothing queued waits for.
         let _ = unsafe { (base.cuda.cuEventDestroy_v2)(event) };
     }
 }
 
-impl Watch {
+impl Watchdog {
     pub(super) fn share(&self) -> Arc<Watched> {
         Arc::clone(&self.watched)
     }
@@ -245,7 +245,7 @@ impl Watch {
 }
 
 /// Places with events of the current device.
-fn make_places(base: &Base) -> Result<Box<[Place<Events>]>> {
+fn make_places(base: &Base) -> Result<Box<[RingSlot<Events>]>> {
     let make = || {
         let mut event = std::ptr::null_mut();
         let flags = b::CU_EVENT_DISABLE_TIMING;
@@ -263,7 +263,7 @@ fn make_places(base: &Base) -> Result<Box<[Place<Events>]>> {
             Ok(Events { begin, end })
         });
         match events {
-            Ok(events) => places.push(Place::new(events)),
+            Ok(events) => places.push(RingSlot::new(events)),
             Err(error) => {
                 destroy(base, &places);
                 return Err(error);
@@ -391,7 +391,7 @@ impl Watched {
         let seconds = running.as_secs_f32();
         let text =
             format!("{step}, call {number} of the group, has been on the device for {seconds:.1} s: {}", reason.text);
-        if late || reason.hopeless {
+        if late || reason.futile {
             self.end(text);
             return Look::Ended;
         }

@@ -9,7 +9,7 @@ use crate::sys::nccl::CommFacts;
 
 /// Where one rank runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct RankLocation {
     /// The same for ranks of one machine only.
     pub(crate) host: u64,
     /// The same for ranks on one device of a machine only.
@@ -24,14 +24,14 @@ pub(crate) struct Place {
     pub(crate) dispatch_blocks: u32,
 }
 
-impl Place {
+impl RankLocation {
     /// Words of a statement that hold it.
     pub(crate) fn words(&self) -> Vec<u64> {
         let small = [self.sm_count, self.domains, self.dispatch_blocks];
         [self.host, self.device, self.free].into_iter().chain(small.map(u64::from)).collect()
     }
 
-    /// What [`Place::words`] made.
+    /// What [`RankLocation::words`] made.
     pub(crate) fn from_words(words: &[u64]) -> Self {
         let &[host, device, free, sm_count, domains, dispatch_blocks] = words else {
             unreachable!("as many words as a place has were asked for");
@@ -49,15 +49,15 @@ impl Place {
 }
 
 /// How many ranks are where `place` is.
-pub(super) fn sharing(places: &[Place], place: &Place) -> u32 {
+pub(super) fn sharing(places: &[RankLocation], place: &RankLocation) -> u32 {
     places.iter().filter(|p| (p.host, p.device) == (place.host, place.device)).count() as u32
 }
 
 /// # Errors
 /// More memory than is free on a rank's device: NCCL EP ends the process where its allocation fails.
-pub(crate) fn device_memory(config: &GroupConfig, places: &[Place]) -> Result<()> {
+pub(crate) fn device_memory(config: &GroupConfig, places: &[RankLocation]) -> Result<()> {
     let wanted = GroupMemory::of(config).total();
-    let short = |place: &Place| u64::from(sharing(places, place)).saturating_mul(wanted) > place.free;
+    let short = |place: &RankLocation| u64::from(sharing(places, place)).saturating_mul(wanted) > place.free;
     let Some((rank, place)) = places.iter().enumerate().find(|(_, place)| short(place)) else { return Ok(()) };
     let [rows, scales, weights] = GroupMemory::staging_parts(config);
     let (part, bytes) = if rows >= scales.max(weights) {
@@ -94,7 +94,7 @@ pub(crate) fn device_memory(config: &GroupConfig, places: &[Place]) -> Result<()
 
 /// # Errors
 /// Ranks of one machine in different NVLink domains: NCCL EP 0.1 ends the process at such a communicator.
-pub(crate) fn domains(places: &[Place]) -> Result<()> {
+pub(crate) fn domains(places: &[RankLocation]) -> Result<()> {
     let mut hosts: Vec<u64> = places.iter().map(|place| place.host).collect();
     hosts.sort_unstable();
     hosts.dedup();
@@ -132,7 +132,7 @@ pub(crate) const fn dispatch_blocks(enough_barriers: bool) -> u32 {
 const AUTO_SMS: u32 = 32;
 
 /// Most blocks that wait for each other on every device: all of one device's ranks must be resident together.
-fn most_resident(places: &[Place]) -> u32 {
+fn most_resident(places: &[RankLocation]) -> u32 {
     places.iter().map(|place| place.sm_count / sharing(places, place)).min().unwrap_or(AUTO_SMS)
 }
 
@@ -140,7 +140,7 @@ fn most_resident(places: &[Place]) -> u32 {
 ///
 /// # Errors
 /// More than there are for each rank.
-pub(crate) fn resident_cap(argument: &str, requested: u32, places: &[Place]) -> Result<u32> {
+pub(crate) fn resident_cap(argument: &str, requested: u32, places: &[RankLocation]) -> Result<u32> {
     let most = most_resident(places);
     if requested <= most {
         return Ok(requested);
@@ -161,7 +161,7 @@ pub(crate) fn resident_cap(argument: &str, requested: u32, places: &[Place]) -> 
 ///
 /// # Errors
 /// As [`resident_cap`].
-pub(crate) fn resident_sms(argument: &str, requested: Option<u32>, places: &[Place]) -> Result<u32> {
+pub(crate) fn resident_sms(argument: &str, requested: Option<u32>, places: &[RankLocation]) -> Result<u32> {
     match requested {
         Some(requested) => resident_cap(argument, requested, places),
         None => Ok(AUTO_SMS.min(most_resident(places)).max(1)),
@@ -170,8 +170,8 @@ pub(crate) fn resident_sms(argument: &str, requested: Option<u32>, places: &[Pla
 
 /// # Errors
 /// A rank's device that has less than `bytes` free for each of its ranks.
-pub(crate) fn room_for(bytes: u64, places: &[Place]) -> Result<()> {
-    let short = |place: &Place| u64::from(sharing(places, place)).saturating_mul(bytes) > place.free;
+pub(crate) fn room_for(bytes: u64, places: &[RankLocation]) -> Result<()> {
+    let short = |place: &RankLocation| u64::from(sharing(places, place)).saturating_mul(bytes) > place.free;
     let Some((rank, place)) = places.iter().enumerate().find(|(_, place)| short(place)) else { return Ok(()) };
     let (free, ranks) = (place.free, sharing(places, place));
     Err(Error::Preflight {
@@ -188,7 +188,7 @@ pub(crate) fn room_for(bytes: u64, places: &[Place]) -> Result<()> {
 ///
 /// # Errors
 /// An explicit number beyond a device's count, or beyond NCCL EP's barriers.
-pub(crate) fn sm_cap(argument: &str, requested: Option<u32>, places: &[Place]) -> Result<u32> {
+pub(crate) fn sm_cap(argument: &str, requested: Option<u32>, places: &[RankLocation]) -> Result<u32> {
     let Some(requested) = requested else { return Ok(AUTO_SMS.min(most_resident(places)).max(1)) };
     let blocks = places.iter().map(|place| place.dispatch_blocks).min().unwrap_or(u32::MAX);
     resident_cap(argument, requested, places)?;
@@ -205,7 +205,7 @@ pub(crate) fn sm_cap(argument: &str, requested: Option<u32>, places: &[Place]) -
 ///
 /// # Errors
 /// As [`sm_cap`] and [`resident_cap`].
-pub(crate) fn variables_fit(env: Lookup<'_>, places: &[Place]) -> Result<()> {
+pub(crate) fn variables_fit(env: Lookup<'_>, places: &[RankLocation]) -> Result<()> {
     for name in variables::DISPATCH_COUNTS {
         if let Some(count) = variables::count(name, env)? {
             sm_cap(name, Some(count), places)?;
@@ -221,7 +221,7 @@ pub(crate) fn variables_fit(env: Lookup<'_>, places: &[Place]) -> Result<()> {
 /// leaves the choice to NCCL EP, which takes no more than for communication. A rank that has its device for itself gets all
 /// of it, as in TransformerEngine. Blocks wait for each other, and where ranks share a device the others' kernels wait on
 /// it too, so a number that some library of this process left in the environment is lowered to what there is room for.
-pub(crate) fn local_sms(name: &str, env: Lookup<'_>, places: &[Place], own: &Place) -> Option<u32> {
+pub(crate) fn local_sms(name: &str, env: Lookup<'_>, places: &[RankLocation], own: &RankLocation) -> Option<u32> {
     let most = most_resident(places);
     match variables::count(name, env).ok().flatten() {
         Some(count) if count > most => {
@@ -298,20 +298,27 @@ pub(super) mod tests {
     use std::ffi::OsString;
 
     /// An idle device of an H200's size, with NCCL EP of API 2.
-    pub(in super::super) fn place(host: u64, device: u64) -> Place {
-        Place { host, device, sm_count: 132, free: 139 << 30, domains: 1, dispatch_blocks: dispatch_blocks(false) }
+    pub(in super::super) fn location(host: u64, device: u64) -> RankLocation {
+        RankLocation {
+            host,
+            device,
+            sm_count: 132,
+            free: 139 << 30,
+            domains: 1,
+            dispatch_blocks: dispatch_blocks(false),
+        }
     }
 
     #[test]
     fn a_place_survives_the_exchange() {
-        let own = Place { free: u64::MAX, dispatch_blocks: u32::MAX, ..place(u64::MAX - 1, 3 << 32) };
-        assert_eq!(Place::from_words(&own.words()), own);
+        let own = RankLocation { free: u64::MAX, dispatch_blocks: u32::MAX, ..location(u64::MAX - 1, 3 << 32) };
+        assert_eq!(RankLocation::from_words(&own.words()), own);
     }
 
     #[test]
     fn multiprocessors_are_shared_out() {
-        let apart: Vec<_> = (0..8).map(|device| place(1, device)).collect();
-        let (two, eight) = (vec![place(1, 0); 2], vec![place(1, 0); 8]);
+        let apart: Vec<_> = (0..8).map(|device| location(1, device)).collect();
+        let (two, eight) = (vec![location(1, 0); 2], vec![location(1, 0); 8]);
         assert_eq!(sm_cap("max_num_sms", None, &apart).unwrap(), 32);
         assert_eq!(sm_cap("max_num_sms", None, &two).unwrap(), 32);
         assert_eq!(sm_cap("max_num_sms", None, &eight).unwrap(), 16);
@@ -329,7 +336,7 @@ pub(super) mod tests {
     /// Measured on two H200: 8, 32 and 33 work; 40, 48 and 64 never end.
     #[test]
     fn dispatch_has_no_more_blocks_than_barriers_serve() {
-        let two: Vec<_> = (0..2).map(|device| place(1, device)).collect();
+        let two: Vec<_> = (0..2).map(|device| location(1, device)).collect();
         for works in [8, 32, 33] {
             assert_eq!(sm_cap("max_num_sms", Some(works), &two).unwrap(), works);
         }
@@ -340,7 +347,7 @@ pub(super) mod tests {
         }
         // No other rank waits for the blocks, or there is a barrier for each.
         assert_eq!(sm_cap("max_num_sms", Some(132), &two[..1]).unwrap(), 132);
-        let newer: Vec<_> = two.iter().map(|p| Place { dispatch_blocks: dispatch_blocks(true), ..*p }).collect();
+        let newer: Vec<_> = two.iter().map(|p| RankLocation { dispatch_blocks: dispatch_blocks(true), ..*p }).collect();
         assert_eq!(sm_cap("max_num_sms", Some(132), &newer).unwrap(), 132);
         // One rank's older build is enough to make it hang.
         assert!(sm_cap("max_num_sms", Some(48), &[newer[0], two[1]]).is_err());
@@ -348,18 +355,19 @@ pub(super) mod tests {
 
     #[test]
     fn nccl_eps_own_counts_follow_the_same_rules() {
-        let two: Vec<_> = (0..2).map(|device| place(1, device)).collect();
+        let two: Vec<_> = (0..2).map(|device| location(1, device)).collect();
         let env = |name: &'static str, value: &'static str| move |asked: &str| (asked == name).then(|| value.into());
-        let fit = |name, value, places: &[Place]| variables_fit(&env(name, value), places).map_err(|e| e.to_string());
+        let fit =
+            |name, value, places: &[RankLocation]| variables_fit(&env(name, value), places).map_err(|e| e.to_string());
         fit("NCCL_EP_COMM_SMS", "32", &two).unwrap();
         let text = fit("NCCL_EP_COMM_SMS", "48", &two).unwrap_err();
         assert!(text.starts_with("NCCL_EP_COMM_SMS must be at most 34 with this NCCL EP, got 48"), "{text}");
         assert!(fit("NCCL_EP_DISPATCH_SMS", "48", &two).is_err());
         fit("NCCL_EP_COMBINE_SMS", "48", &two).unwrap();
         // Of those that work on one rank alone, what there is room for.
-        let shared = [place(1, 0); 2];
+        let shared = [location(1, 0); 2];
         for name in ["NCCL_EP_SHUFFLE_SMS", "NCCL_EP_PREPROCESS_NUM_SMS"] {
-            let count = |value, places: &[Place]| local_sms(name, &env(name, value), places, &places[0]);
+            let count = |value, places: &[RankLocation]| local_sms(name, &env(name, value), places, &places[0]);
             assert_eq!(count("132", &shared), Some(66));
             assert_eq!(count("60", &shared), Some(60));
             assert_eq!((count("4096", &two), count("", &two), count("", &shared)), (Some(132), Some(132), None));
@@ -368,7 +376,7 @@ pub(super) mod tests {
 
     #[test]
     fn memory_is_counted_before_it_is_asked_for() {
-        let places: Vec<_> = (0..8).map(|device| place(1, device)).collect();
+        let places: Vec<_> = (0..8).map(|device| location(1, device)).collect();
         // field_cases.md A54.
         let mut dialect = REQUEST.dialect;
         dialect.eager = true;
@@ -384,7 +392,7 @@ pub(super) mod tests {
         };
         let eager = GroupConfig::try_from(request).unwrap();
         device_memory(&eager, &places).unwrap();
-        let full = |free| places.iter().map(|p| Place { free, ..*p }).collect::<Vec<_>>();
+        let full = |free| places.iter().map(|p| RankLocation { free, ..*p }).collect::<Vec<_>>();
         let text = device_memory(&eager, &full(78 << 30)).unwrap_err().to_string();
         // Rows 2 * 8 * 65536 * 14336; scales 4194304 * 14336; weights 2 * 4194304 * 256 * 4; map 8 * 65536 * 32; 32 MiB.
         assert_eq!(GroupMemory::of(&eager).total(), 83_802_193_920);
@@ -416,12 +424,12 @@ pub(super) mod tests {
 
     #[test]
     fn machines_are_not_split_into_domains() {
-        let places: Vec<_> = (0..4).map(|device| Place { domains: 2, ..place(device / 2, device) }).collect();
+        let places: Vec<_> = (0..4).map(|device| RankLocation { domains: 2, ..location(device / 2, device) }).collect();
         domains(&places).unwrap();
-        let one_machine: Vec<_> = places.iter().map(|p| Place { host: 1, ..*p }).collect();
+        let one_machine: Vec<_> = places.iter().map(|p| RankLocation { host: 1, ..*p }).collect();
         let text = domains(&one_machine).unwrap_err().to_string();
         assert!(text.starts_with("the communicator has 2 NVLink domains on 1 machines, so ranks of one"), "{text}");
-        domains(&one_machine.iter().map(|p| Place { domains: 0, ..*p }).collect::<Vec<_>>()).unwrap();
+        domains(&one_machine.iter().map(|p| RankLocation { domains: 0, ..*p }).collect::<Vec<_>>()).unwrap();
     }
 
     #[test]
