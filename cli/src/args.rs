@@ -9,9 +9,43 @@ use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+const EXAMPLES: &str = "\
+Examples:
+  nvte-ep doctor                                   what this machine has, and what is missing
+  nvte-ep run                                      a layer step on four ranks, with every output checked
+  nvte-ep launch -n 2 -- ./program                 your program on two ranks, without a GPU
+  nvte-ep bench --runtime cuda --tokens 4096       how long calls take here";
+const LAUNCH_EXAMPLES: &str = "\
+Examples:
+  nvte-ep launch -n 2 -- ./program --its-option    two ranks on the host runtime
+  nvte-ep launch -n 4 --timeout 60 -- python train.py
+  nvte-ep launch -n 8 --runtime cuda -- ./program  on this machine's GPUs";
+const DOCTOR_EXAMPLES: &str = "\
+Examples:
+  nvte-ep doctor                                   for GPUs
+  nvte-ep doctor --run                             and a step on what was found
+  nvte-ep doctor --runtime host                    for the host runtime
+  nvte-ep doctor --json | jq '.checks[] | select(.level == \"problem\")'";
+const PLOT_EXAMPLES: &str = "\
+Examples:
+  nvte-ep bench --tokens 128,1024,4096 --json > bench.json; nvte-ep plot bench.json
+  nvte-ep plot a.json b.json -o pictures --format svg,png";
+const RUN_EXAMPLES: &str = "\
+Examples:
+  nvte-ep run                                      four ranks, on GPUs where there are fit ones
+  nvte-ep run --runtime host -n 8 --experts 64 --top-k 8 --dtype f32
+  nvte-ep run --digest --seed 5                    hashes, to compare runs bit by bit
+  mpirun -n 4 nvte-ep run --tokens 4096            ranks of MPI";
+const BENCH_EXAMPLES: &str = "\
+Examples:
+  nvte-ep bench --tokens 4096 --hidden 7168 --top-k 8 --experts 64
+  nvte-ep bench -n 2,4 --tokens 128,4096 --routing uniform,zipf --json > bench.json
+  nvte-ep bench --graph --dtype bf16,mxfp8 --csv
+  nvte-ep bench --transfer staged --against /opt/te/libtransformer_engine.so";
+
 /// Expert-parallel dispatch and combine: run it and check it.
 #[derive(Debug, Parser)]
-#[command(name = "nvte-ep", version)]
+#[command(name = "nvte-ep", version, after_help = EXAMPLES)]
 pub struct Cli {
     /// What to do.
     #[command(subcommand)]
@@ -31,15 +65,18 @@ pub enum Command {
     /// own. Its lines are printed with its rank before them; its standard input is /dev/null. Signals are passed on. When a
     /// rank fails, the others have a grace time to end by themselves; the exit code is that of the first one that failed,
     /// 128 + the signal that ended it, or 124 where the time was up. What the ranks have started ends with the run.
+    #[command(after_help = LAUNCH_EXAMPLES)]
     Launch(LaunchArgs),
     /// Look at what this machine has for expert parallelism, and say what is missing and what to do about it.
     ///
     /// Exit code 0: usable; 1: not, and the report says why.
+    #[command(after_help = DOCTOR_EXAMPLES)]
     Doctor(DoctorArgs),
     /// Draw what bench and run have printed with --json: time of each call, ratios to another library, bandwidth over tokens,
     /// how many rows each expert gets, and received rows with padding of each rank.
     ///
     /// Prints the files that it has written.
+    #[command(after_help = PLOT_EXAMPLES)]
     Plot(PlotArgs),
 }
 
@@ -51,6 +88,7 @@ pub enum Job {
     /// Starts its own ranks; under mpirun, torchrun (--no-python) or srun it is one of theirs. The routing is skewed
     /// and uneven, with masked entries. Exit code 0: all checks passed; 1: something differed or failed; 2: the
     /// arguments cannot be run.
+    #[command(after_help = RUN_EXAMPLES)]
     Run(RunArgs),
     /// Time every call on the device and on the host: staged against zero-copy groups, one library against another, over sweeps
     /// of shapes, with the device memory that a group takes.
@@ -60,6 +98,7 @@ pub enum Job {
     /// rows, without padding; "of copy" is their share of what the device copies from memory to memory with all ranks at once.
     /// Memory is what the driver says was allocated by making the group and running steps, beside what the library predicts; not
     /// measured on the host runtime. The groups of one library have to give the same bits. Exit codes as of run.
+    #[command(after_help = BENCH_EXAMPLES)]
     Bench(BenchArgs),
 }
 
@@ -588,6 +627,31 @@ mod tests {
     fn nothing_else_exists() {
         assert!(Cli::try_parse_from(["nvte-ep", "surgeon"]).is_err());
         assert!(Cli::try_parse_from(["nvte-ep", "run", "--dtype", "f64"]).is_err());
+    }
+
+    /// What people read: a change of it is to be looked at. Every example is a command line that parses.
+    #[test]
+    fn help() {
+        let mut command = Cli::command().term_width(120);
+        command.build();
+        let mut pages = vec![command.render_long_help().to_string()];
+        pages.extend(command.get_subcommands_mut().filter(|sub| sub.get_name() != "help").map(|sub| {
+            assert!(sub.get_after_help().is_some(), "{} has examples", sub.get_name());
+            sub.render_long_help().to_string()
+        }));
+        for page in &pages {
+            let (_, examples) = page.split_once("Examples:\n").unwrap();
+            for line in examples.lines().flat_map(|line| line.split(';')) {
+                let words: Vec<&str> = line.split_whitespace().skip_while(|word| *word != "nvte-ep").collect();
+                // What stands behind a gap says what it does; behind | and > other programs begin.
+                let line = line.trim_start().split("   ").next().unwrap();
+                let own: Vec<&str> = line.split(['|', '>']).next().unwrap().split_whitespace().collect();
+                let own = own.into_iter().skip_while(|word| *word != "nvte-ep");
+                let parsed = Cli::try_parse_from(normalized(own.map(OsString::from)));
+                assert!(words.is_empty() || parsed.is_ok(), "{line}: {}", parsed.unwrap_err());
+            }
+        }
+        insta::assert_snapshot!(pages.join(&format!("{}\n", "-".repeat(80))));
     }
 
     /// Man pages and completions are committed, so that packages need not run the command to have them.
