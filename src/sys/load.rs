@@ -46,18 +46,24 @@ impl NcclEpLibrary {
     /// Whether the library knows the environment variable `name`, which its file tells.
     pub(crate) fn reads_variable(&self, name: &str) -> bool {
         let file = self.path.as_deref().and_then(|path| std::fs::read(path).ok());
-        file.is_some_and(|file| file.windows(name.len()).any(|window| window == name.as_bytes()))
+        file.is_some_and(|file| place_of(name.as_bytes(), &file).is_some())
     }
+}
+
+/// Where a file of megabytes has `text`.
+fn place_of(text: &[u8], file: &[u8]) -> Option<usize> {
+    // SAFETY: reads so many bytes of both.
+    let found = unsafe { libc::memmem(file.as_ptr().cast(), file.len(), text.as_ptr().cast(), text.len()) };
+    (!found.is_null()).then(|| found as usize - file.as_ptr() as usize)
 }
 
 /// The gate's own message format and the banner are in the file's read-only data (seen in the library of
 /// TransformerEngine 2.20.2's wheel; the one of nccl-extensions 0.1.0 has no gate). Its version code is no help: both
 /// report 0.2.0.
 fn gate_text(file: &[u8], path: &Path, running: i32) -> Option<String> {
-    let find = |text: &[u8]| file.windows(text.len()).position(|window| window == text);
-    find(b"and runtime NCCL %d.%d.%d are incompatible")?;
+    place_of(b"and runtime NCCL %d.%d.%d are incompatible", file)?;
     let banner = b"NCCL EP version ";
-    let version = find(banner).map_or("of unknown version".into(), |at| {
+    let version = place_of(banner, file).map_or("of unknown version".into(), |at| {
         let rest = &file[at + banner.len()..];
         String::from_utf8_lossy(&rest[..rest.iter().position(|byte| *byte < b' ').unwrap_or(0)]).into_owned()
     });
