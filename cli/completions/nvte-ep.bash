@@ -34,6 +34,9 @@ _nvte__ep() {
             nvte__ep,run)
                 cmd="nvte__ep__subcmd__run"
                 ;;
+            nvte__ep,warmup)
+                cmd="nvte__ep__subcmd__warmup"
+                ;;
             nvte__ep__subcmd__help,bench)
                 cmd="nvte__ep__subcmd__help__subcmd__bench"
                 ;;
@@ -52,6 +55,9 @@ _nvte__ep() {
             nvte__ep__subcmd__help,run)
                 cmd="nvte__ep__subcmd__help__subcmd__run"
                 ;;
+            nvte__ep__subcmd__help,warmup)
+                cmd="nvte__ep__subcmd__help__subcmd__warmup"
+                ;;
             *)
                 ;;
         esac
@@ -59,7 +65,7 @@ _nvte__ep() {
 
     case "${cmd}" in
         nvte__ep)
-            opts="-h -V --help --version run bench launch doctor plot help"
+            opts="-h -V --help --version run bench warmup launch doctor plot help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 1 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -73,7 +79,7 @@ _nvte__ep() {
             return 0
             ;;
         nvte__subcmd__ep__subcmd__bench)
-            opts="-n -v -h --np --nproc-per-node --ranks --tokens --hidden --top-k --experts --max-sms --dtype --routing --routing-file --iterations --rounds --transfer --graph --against --link-gb-per-s --csv --align --seed --runtime --json --plot --timeout --verbose --help"
+            opts="-n -v -h --np --nproc-per-node --ranks --tokens --hidden --top-k --experts --max-sms --dtype --routing --routing-file --iterations --rounds --transfer --graph --against --link-gb-per-s --csv --plot --align --seed --runtime --json --timeout --verbose --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -147,6 +153,10 @@ _nvte__ep() {
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
+                --plot)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
                 --align)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
@@ -157,10 +167,6 @@ _nvte__ep() {
                     ;;
                 --runtime)
                     COMPREPLY=($(compgen -W "auto cuda host" -- "${cur}"))
-                    return 0
-                    ;;
-                --plot)
-                    COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
                 --timeout)
@@ -193,7 +199,7 @@ _nvte__ep() {
             return 0
             ;;
         nvte__subcmd__ep__subcmd__help)
-            opts="run bench launch doctor plot help"
+            opts="run bench warmup launch doctor plot help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -290,6 +296,20 @@ _nvte__ep() {
             COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
             return 0
             ;;
+        nvte__subcmd__ep__subcmd__help__subcmd__warmup)
+            opts=""
+            if [[ ${cur} == -* || ${COMP_CWORD} -eq 3 ]] ; then
+                COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+                return 0
+            fi
+            case "${prev}" in
+                *)
+                    COMPREPLY=()
+                    ;;
+            esac
+            COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+            return 0
+            ;;
         nvte__subcmd__ep__subcmd__launch)
             opts="-n -h --np --nproc-per-node --ranks --runtime --grace --timeout --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
@@ -359,7 +379,7 @@ _nvte__ep() {
             return 0
             ;;
         nvte__subcmd__ep__subcmd__run)
-            opts="-n -v -h --np --nproc-per-node --ranks --tokens --hidden --top-k --experts --max-sms --align --seed --runtime --json --plot --timeout --verbose --dtype --steps --expert-dim --digest --help"
+            opts="-n -v -h --np --nproc-per-node --ranks --tokens --hidden --top-k --experts --max-sms --align --seed --runtime --json --timeout --verbose --dtype --steps --expert-dim --digest --plot --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -413,10 +433,6 @@ _nvte__ep() {
                     COMPREPLY=($(compgen -W "auto cuda host" -- "${cur}"))
                     return 0
                     ;;
-                --plot)
-                    COMPREPLY=($(compgen -f "${cur}"))
-                    return 0
-                    ;;
                 --timeout)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
@@ -430,6 +446,84 @@ _nvte__ep() {
                     return 0
                     ;;
                 --expert-dim)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --plot)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                *)
+                    COMPREPLY=()
+                    ;;
+            esac
+            COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+            return 0
+            ;;
+        nvte__subcmd__ep__subcmd__warmup)
+            opts="-n -v -h --np --nproc-per-node --ranks --tokens --hidden --top-k --experts --max-sms --dtype --transfer --align --seed --runtime --json --timeout --verbose --help"
+            if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
+                COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+                return 0
+            fi
+            case "${prev}" in
+                --ranks)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --np)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --nproc-per-node)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                -n)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --tokens)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --hidden)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --top-k)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --experts)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --max-sms)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --dtype)
+                    COMPREPLY=($(compgen -W "bf16 f16 f32 mxfp8" -- "${cur}"))
+                    return 0
+                    ;;
+                --transfer)
+                    COMPREPLY=($(compgen -W "both staged zero-copy" -- "${cur}"))
+                    return 0
+                    ;;
+                --align)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --seed)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --runtime)
+                    COMPREPLY=($(compgen -W "auto cuda host" -- "${cur}"))
+                    return 0
+                    ;;
+                --timeout)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;

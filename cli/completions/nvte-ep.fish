@@ -28,6 +28,7 @@ complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -s h -l help -d 'Print hel
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -s V -l version -d 'Print version'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "run" -d 'Run a mixture-of-experts layer, forward and backward, and check every output against a reference'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "bench" -d 'Time every call on the device and on the host: staged against zero-copy groups, one library against another, over sweeps of shapes, with the device memory that a group takes'
+complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "warmup" -d 'Compile NCCL EP\'s kernels for the shapes of a job into its cache, before the job needs them'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "launch" -d 'Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "doctor" -d 'Look at what this machine has for expert parallelism, and say what is missing and what to do about it'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "plot" -d 'Draw what bench and run have printed with --json: time of each call, ratios to another library, bandwidth over tokens, how many rows each expert gets, and received rows with padding of each rank'
@@ -43,13 +44,13 @@ complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l seed -d 'Seed of
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l runtime -d 'Where to run' -r -f -a "auto\t'NVTE_EP_RUNTIME if set; else cuda where there is a fit GPU; else host'
 cuda\t'GPUs, through CUDA, NCCL and NCCL EP'
 host\t'The host runtime: no GPU needed'"
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l plot -d 'Also draw the pictures that plot draws, as SVG, into this folder' -r -F
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l timeout -d 'Seconds after which the whole run is ended as failed' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l dtype -d 'Data type of tokens' -r -f -a "bf16\t'bfloat16'
 f16\t'IEEE 754 binary16'
 f32\t'IEEE 754 binary32'"
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l steps -d 'Steps, each with a routing of its own' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l expert-dim -d 'Inner dimension of the experts, y = B (A x)' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l plot -d 'Also draw the pictures that plot draws, as SVG, into this folder' -r -F
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l json -d 'Print machine-readable results instead of tables'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -s v -l verbose -d 'Pass on what the ranks print themselves (started ranks only)'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l digest -d 'Also print a hash of every output, by step and rank, to compare runs bit by bit'
@@ -76,18 +77,40 @@ staged\t'Staged ones only'
 zero-copy\t'Zero-copy ones only'"
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l against -d 'Another library with nvte_ep_* functions, of either ABI, to be timed by turns with this one' -r -F
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l link-gb-per-s -d 'What a GPU\'s links carry in one direction, in gigabytes a second: what is sent to other ranks is told as a share of it' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l plot -d 'Also draw the pictures that plot draws, as SVG, into this folder' -r -F
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l align -d 'Every expert\'s received rows are padded to a multiple of this many; 0 or 1 = no padding' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l seed -d 'Seed of routing, tokens, gradients and experts' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l runtime -d 'Where to run' -r -f -a "auto\t'NVTE_EP_RUNTIME if set; else cuda where there is a fit GPU; else host'
 cuda\t'GPUs, through CUDA, NCCL and NCCL EP'
 host\t'The host runtime: no GPU needed'"
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l plot -d 'Also draw the pictures that plot draws, as SVG, into this folder' -r -F
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l timeout -d 'Seconds after which the whole run is ended as failed' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l graph -d 'Time replays of CUDA graphs, one for each call, instead of the calls'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l csv -d 'Print a line of comma-separated values for each case, group and call'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l json -d 'Print machine-readable results instead of tables'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -s v -l verbose -d 'Pass on what the ranks print themselves (started ranks only)'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -s h -l help -d 'Print help (see more with \'--help\')'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -s n -l ranks -l np -l nproc-per-node -d 'Ranks of the job [default: 4; under a launcher, as many as it started]' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l tokens -d 'Most tokens of a rank' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l hidden -d 'Elements of a token' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l top-k -d 'Experts of a token' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l experts -d 'Experts over all ranks' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l max-sms -d 'Streaming multiprocessors of the job\'s ranks, where it sets them' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l dtype -d 'Type of the rows that are dispatched' -r -f -a "bf16\t'bfloat16'
+f16\t'IEEE 754 binary16'
+f32\t'IEEE 754 binary32'
+mxfp8\t'8-bit floats (E4M3) with a scale for each 32'"
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l transfer -d 'Which groups' -r -f -a "both\t'One after the other'
+staged\t'Staged ones only'
+zero-copy\t'Zero-copy ones only'"
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l align -d 'Every expert\'s received rows are padded to a multiple of this many; 0 or 1 = no padding' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l seed -d 'Seed of routing, tokens, gradients and experts' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l runtime -d 'Where to run' -r -f -a "auto\t'NVTE_EP_RUNTIME if set; else cuda where there is a fit GPU; else host'
+cuda\t'GPUs, through CUDA, NCCL and NCCL EP'
+host\t'The host runtime: no GPU needed'"
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l timeout -d 'Seconds after which the whole run is ended as failed' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l json -d 'Print machine-readable results instead of tables'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -s v -l verbose -d 'Pass on what the ranks print themselves (started ranks only)'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -s h -l help -d 'Print help (see more with \'--help\')'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand launch" -s n -l ranks -l np -l nproc-per-node -d 'Ranks to start' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand launch" -l runtime -d 'Where the program runs [default: NVTE_EP_RUNTIME if set; else host]' -r -f -a "host\t'The host runtime, in place of the CUDA and NCCL libraries too that the program is linked to'
 cuda\t'The machine\'s own CUDA and NCCL'"
@@ -103,9 +126,10 @@ complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plot" -s o -l output -d 
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plot" -l format -d 'How they are written' -r -f -a "svg\t'Scalable vector graphics'
 png\t'Pixels'"
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plot" -s h -l help -d 'Print help (see more with \'--help\')'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor plot help" -f -a "run" -d 'Run a mixture-of-experts layer, forward and backward, and check every output against a reference'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor plot help" -f -a "bench" -d 'Time every call on the device and on the host: staged against zero-copy groups, one library against another, over sweeps of shapes, with the device memory that a group takes'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor plot help" -f -a "launch" -d 'Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor plot help" -f -a "doctor" -d 'Look at what this machine has for expert parallelism, and say what is missing and what to do about it'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor plot help" -f -a "plot" -d 'Draw what bench and run have printed with --json: time of each call, ratios to another library, bandwidth over tokens, how many rows each expert gets, and received rows with padding of each rank'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench launch doctor plot help" -f -a "help" -d 'Print this message or the help of the given subcommand(s)'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plot help" -f -a "run" -d 'Run a mixture-of-experts layer, forward and backward, and check every output against a reference'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plot help" -f -a "bench" -d 'Time every call on the device and on the host: staged against zero-copy groups, one library against another, over sweeps of shapes, with the device memory that a group takes'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plot help" -f -a "warmup" -d 'Compile NCCL EP\'s kernels for the shapes of a job into its cache, before the job needs them'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plot help" -f -a "launch" -d 'Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plot help" -f -a "doctor" -d 'Look at what this machine has for expert parallelism, and say what is missing and what to do about it'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plot help" -f -a "plot" -d 'Draw what bench and run have printed with --json: time of each call, ratios to another library, bandwidth over tokens, how many rows each expert gets, and received rows with padding of each rank'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plot help" -f -a "help" -d 'Print this message or the help of the given subcommand(s)'

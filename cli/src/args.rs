@@ -42,6 +42,11 @@ Examples:
   nvte-ep bench -n 2,4 --tokens 128,4096 --routing uniform,zipf --json > bench.json
   nvte-ep bench --graph --dtype bf16,mxfp8 --csv
   nvte-ep bench --transfer staged --against /opt/te/libtransformer_engine.so";
+const WARMUP_EXAMPLES: &str = "\
+Examples:
+  nvte-ep warmup -n 8 --tokens 4096 --hidden 7168 --top-k 8 --experts 256
+  nvte-ep warmup -n 8 --tokens 4096 --hidden 4096,7168 --dtype bf16,mxfp8 --transfer both
+  mpirun -n 16 nvte-ep warmup --tokens 4096        on the machines of the job";
 
 /// Expert-parallel dispatch and combine: run it and check it.
 #[derive(Debug, Parser)]
@@ -100,6 +105,13 @@ pub enum Job {
     /// measured on the host runtime. The groups of one library have to give the same bits. Exit codes as of run.
     #[command(after_help = BENCH_EXAMPLES)]
     Bench(BenchArgs),
+    /// Compile NCCL EP's kernels for the shapes of a job into its cache, before the job needs them.
+    ///
+    /// Starts as many ranks as the job has, as kernels differ with their number, and runs two steps of each shape, forward and
+    /// backward: kernels are compiled in the first one. Another warmup of the same user on this machine is waited for. The cache is
+    /// NCCL EP's (NCCL_EP_JIT_CACHE_DIR, docs/environment.md). Exit codes as of run.
+    #[command(after_help = WARMUP_EXAMPLES)]
+    Warmup(WarmupArgs),
 }
 
 /// The runtime of a program that is launched.
@@ -221,9 +233,6 @@ pub struct SharedArgs {
     /// Print machine-readable results instead of tables.
     #[arg(long)]
     pub json: bool,
-    /// Also draw the pictures that plot draws, as SVG, into this folder.
-    #[arg(long, value_name = "DIR")]
-    pub plot: Option<PathBuf>,
     /// Seconds after which the whole run is ended as failed.
     #[arg(long, value_name = "S", default_value_t = 600)]
     pub timeout: u64,
@@ -269,6 +278,9 @@ pub struct RunArgs {
     /// Also print a hash of every output, by step and rank, to compare runs bit by bit.
     #[arg(long)]
     pub digest: bool,
+    /// Also draw the pictures that plot draws, as SVG, into this folder.
+    #[arg(long, value_name = "DIR")]
+    pub plot: Option<PathBuf>,
 }
 
 /// Which groups are timed.
@@ -335,9 +347,71 @@ pub struct BenchArgs {
     /// Print a line of comma-separated values for each case, group and call.
     #[arg(long, conflicts_with = "json")]
     pub csv: bool,
+    /// Also draw the pictures that plot draws, as SVG, into this folder.
+    #[arg(long, value_name = "DIR")]
+    pub plot: Option<PathBuf>,
     /// The shared ones.
     #[command(flatten)]
     pub shared: SharedArgs,
+}
+
+/// The arguments of `warmup`. Those that take a list make a shape of every combination.
+#[derive(Debug, Clone, Args)]
+pub struct WarmupArgs {
+    /// Ranks of the job [default: 4; under a launcher, as many as it started].
+    #[arg(short = 'n', long, value_name = "N", visible_aliases = ["np", "nproc-per-node"], alias = "nproc_per_node")]
+    pub ranks: Option<usize>,
+    /// Most tokens of a rank.
+    #[arg(long, value_name = "T,..", value_delimiter = ',', default_value = "512")]
+    pub tokens: Vec<usize>,
+    /// Elements of a token.
+    #[arg(long, value_name = "H,..", value_delimiter = ',', default_value = "1024")]
+    pub hidden: Vec<usize>,
+    /// Experts of a token.
+    #[arg(long, value_name = "K,..", value_delimiter = ',', default_value = "4")]
+    pub top_k: Vec<usize>,
+    /// Experts over all ranks.
+    #[arg(long, value_name = "E,..", value_delimiter = ',', default_value = "16")]
+    pub experts: Vec<usize>,
+    /// Streaming multiprocessors of the job's ranks, where it sets them.
+    #[arg(long, value_name = "N,..", value_delimiter = ',')]
+    pub max_sms: Vec<usize>,
+    /// Type of the rows that are dispatched.
+    #[arg(long, value_enum, value_name = "TYPE,..", value_delimiter = ',', default_value = "bf16")]
+    pub dtype: Vec<RowType>,
+    /// Which groups.
+    #[arg(long, value_enum, default_value_t = TransferArg::Staged)]
+    pub transfer: TransferArg,
+    /// The shared ones.
+    #[command(flatten)]
+    pub shared: SharedArgs,
+}
+
+impl WarmupArgs {
+    /// The same as a bench that times nothing.
+    pub fn as_bench(&self) -> BenchArgs {
+        let Self { ranks, tokens, hidden, top_k, experts, max_sms, dtype, transfer, shared } = self.clone();
+        BenchArgs {
+            ranks: ranks.into_iter().collect(),
+            tokens,
+            hidden,
+            top_k,
+            experts,
+            max_sms,
+            dtype,
+            routing: vec![Kind::Uniform],
+            routing_file: None,
+            iterations: 0,
+            rounds: None,
+            transfer,
+            graph: false,
+            against: None,
+            link_gb_per_s: None,
+            csv: false,
+            plot: None,
+            shared,
+        }
+    }
 }
 
 impl Job {
@@ -346,6 +420,7 @@ impl Job {
         match self {
             Self::Run(_) => "run",
             Self::Bench(_) => "bench",
+            Self::Warmup(_) => "warmup",
         }
     }
 
@@ -354,6 +429,7 @@ impl Job {
         match self {
             Self::Run(args) => &args.shared,
             Self::Bench(args) => &args.shared,
+            Self::Warmup(args) => &args.shared,
         }
     }
 
@@ -362,6 +438,7 @@ impl Job {
         match self {
             Self::Run(args) => args.ranks.into_iter().collect(),
             Self::Bench(args) => args.ranks.clone(),
+            Self::Warmup(args) => args.ranks.into_iter().collect(),
         }
     }
 
@@ -370,6 +447,7 @@ impl Job {
         match self {
             Self::Run(args) => args.max_sms.into_iter().collect(),
             Self::Bench(args) => args.max_sms.clone(),
+            Self::Warmup(args) => args.max_sms.clone(),
         }
     }
 
@@ -379,11 +457,10 @@ impl Job {
         match self {
             Self::Run(args) => args.problem(ranks).map(|problem| (problem.clone(), problem.steps)),
             Self::Bench(args) => {
-                let cases = args.cases(ranks)?;
-                let steps = cases.len() * args.iterations;
-                let first = cases.into_iter().next().ok_or("every list must name something")?;
-                Ok((first.problem, steps))
+                positive("--iterations", args.iterations, 1_000_000)?;
+                first_of(args.cases(ranks)?, args.iterations)
             }
+            Self::Warmup(args) => first_of(args.as_bench().cases(ranks)?, 1),
         }
     }
 }
@@ -399,6 +476,13 @@ fn positive(name: &str, value: usize, limit: usize) -> Result<(), String> {
         return Ok(());
     }
     Err(format!("{name} must be 1 to {limit}, got {value}"))
+}
+
+/// The first layer of some cases, and the steps of all.
+fn first_of(cases: Vec<Case>, iterations: usize) -> Result<(Problem, usize), String> {
+    let steps = cases.len() * iterations;
+    let first = cases.into_iter().next().ok_or("every list must name something")?;
+    Ok((first.problem, steps))
 }
 
 /// What makes a layer.
@@ -433,7 +517,6 @@ impl BenchArgs {
 
     /// Every combination of the lists, if the arguments agree with each other; else what to change.
     pub fn cases(&self, ranks: usize) -> Result<Vec<Case>, String> {
-        positive("--iterations", self.iterations, 1_000_000)?;
         positive("--rounds", self.rounds(), 1000)?;
         if self.link_gb_per_s.is_some_and(|link| !(link > 0.0 && link.is_finite())) {
             return Err("--link-gb-per-s must be more than 0".into());

@@ -7,7 +7,7 @@
 //! [`device`]: what they call. [`session`]: a rank's libraries and communicator. [`step`], [`mod@bench`]: what
 //! a rank does. [`routing`]: its inputs. [`experts`]: the experts.
 //! [`mod@reference`], [`emulate`], [`compare`]: what should come out. [`report`], [`digest`]: what is printed. [`mod@plot`]: pictures
-//! of it.
+//! of it. [`warmup`]: kernels compiled before a job.
 
 mod args;
 mod bench;
@@ -35,8 +35,9 @@ mod runtime;
 mod session;
 mod step;
 mod supervise;
+mod warmup;
 
-use args::{BenchArgs, Cli, Command, Job, RunArgs};
+use args::{BenchArgs, Cli, Command, Job, RunArgs, WarmupArgs};
 use bench::report::{BenchReport, CaseResult, CaseTimes, Machine, SCHEMA};
 use bench::traffic::{self, Recorded, Traffic};
 use clap::error::ErrorKind;
@@ -198,6 +199,7 @@ fn parent(command: &Job) -> Outcome<ExitCode> {
     }
     // All are looked at before the first one starts.
     let prepared: Vec<_> = numbers.into_iter().map(|ranks| (ranks, prepare(command, ranks))).collect();
+    let _alone = if matches!(command, Job::Warmup(_)) { Some(warmup::alone()?) } else { None };
     let mut reported = Vec::new();
     for (ranks, (problem, steps, choice, plan)) in prepared {
         announce(&choice, &plan);
@@ -234,6 +236,7 @@ fn print(command: &Job, reported: Vec<Reported>) -> Outcome<ExitCode> {
     let (text, passed) = match command {
         Job::Run(args) => run_text(args, reported)?,
         Job::Bench(args) => bench_text(args, &reported)?,
+        Job::Warmup(args) => warmup_text(args, &reported)?,
     };
     let mut out = std::io::stdout().lock();
     let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
@@ -258,10 +261,17 @@ fn run_text(args: &RunArgs, reported: Vec<Reported>) -> Outcome<(String, bool)> 
         ranks,
     };
     let text = if args.shared.json { serde_json::to_string_pretty(&report)? + "\n" } else { report.text() };
-    if let Some(folder) = &args.shared.plot {
+    if let Some(folder) = &args.plot {
         plot::write(&plot::of_run(&report), folder, &[plot::Format::Svg])?;
     }
     Ok((text, report.passed))
+}
+
+/// What `warmup` prints, and whether everything passed.
+fn warmup_text(args: &WarmupArgs, reported: &[Reported]) -> Outcome<(String, bool)> {
+    let Some(Reported { choice, plan, ranks, .. }) = reported.first() else { return Ok(Default::default()) };
+    let head = Head { runtime: choice.kind.name(), reason: &choice.reason, notes: &plan.notes, ranks };
+    warmup::text(&args.as_bench().cases(ranks.len())?, &head, args.shared.json)
 }
 
 /// What `bench` prints, and whether everything passed.
@@ -304,7 +314,7 @@ fn bench_text(args: &BenchArgs, reported: &[Reported]) -> Outcome<(String, bool)
         let head = Head { runtime, reason: &first.choice.reason, notes: &first.plan.notes, ranks: &all };
         report.text(&head, &bench::report::verdict(&all, passed))
     };
-    if let Some(folder) = &args.shared.plot {
+    if let Some(folder) = &args.plot {
         plot::write(&plot::of_bench(&report), folder, &[plot::Format::Svg])?;
     }
     if !passed && args.csv {
@@ -393,6 +403,7 @@ impl Rank<'_> {
         let mut report = RankReport { rank: self.rank, ..RankReport::default() };
         let outcome = match self.command {
             Job::Bench(args) => bench::run(&setup, args, rendezvous, progress, &mut report),
+            Job::Warmup(args) => bench::run(&setup, &args.as_bench(), rendezvous, progress, &mut report),
             Job::Run(args) => match args.dtype {
                 Dtype::Bf16 => step::run::<bf16>(&setup, args.digest, rendezvous, progress, &mut report),
                 Dtype::F16 => step::run::<f16>(&setup, args.digest, rendezvous, progress, &mut report),

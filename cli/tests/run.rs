@@ -382,3 +382,21 @@ fn plot_draws_what_the_commands_report() {
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("of.json: neither `nvte-ep bench --json`"), "{}", text(&output.stderr));
 }
+
+#[test]
+fn warmup_runs_two_steps_of_each_shape() {
+    let arguments = ["--runtime=host", "--ranks=2", "--tokens=16", "--hidden=64,128", "--experts=8", "--transfer=both"];
+    let warmup = |more: &[&str]| subcommand("warmup", &arguments).args(more).output().unwrap();
+    let report = json(&warmup(&["--json"]));
+    let groups = report["groups"].as_array().unwrap();
+    let of = |group: &serde_json::Value| (group["case"]["hidden"].as_u64().unwrap(), group["transfer"].clone());
+    let (staged, zero_copy) = ("staged".into(), "zero-copy".into());
+    let all = [(64, staged), (64, zero_copy)];
+    assert_eq!(groups[..2].iter().map(of).collect::<Vec<_>>(), all);
+    assert_eq!((groups.len(), &report["passed"]), (4, &true.into()));
+    for time in ["initialize_s", "first_step_s", "second_step_s"] {
+        assert!(groups.iter().all(|group| group[time].as_f64().unwrap() > 0.0), "{report}");
+    }
+    let output = warmup(&["--hidden=20"]);
+    assert_eq!(output.status.code(), Some(2));
+}

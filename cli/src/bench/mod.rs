@@ -101,7 +101,8 @@ struct Bench<'a> {
     graphs: Option<Graphs>,
 }
 
-/// Runs the rank; `report` holds what was reached, also when an error ends the run.
+/// Runs the rank; `report` holds what was reached, also when an error ends the run. Without iterations two steps of each group are
+/// run and nothing else.
 pub fn run(
     setup: &Setup,
     args: &BenchArgs,
@@ -285,7 +286,7 @@ impl<'a> Run<'a> {
     fn times(&self, groups: &[GroupKind]) -> Outcome<CaseTimes> {
         let copy_gb_per_s = self.copy_ceiling()?;
         // What the first group of a library makes NCCL allocate for good is not a group's.
-        if self.number == 0 {
+        if self.number == 0 && self.bench.args.iterations > 0 {
             for kind in groups.iter().filter(|kind| kind.transfer == groups[0].transfer) {
                 self.initialize(kind.library, kind.transfer)?;
                 self.shutdown(kind.library)?;
@@ -369,13 +370,18 @@ impl<'a> Run<'a> {
         device.poison(&self.inputs.grad_recv_weights)?;
         let handle_tensor = library.tensors.tensor(handle_memory.address, kNVTEByte, &[layer.handle_bytes])?;
         let calls = Calls::new(self, library, &exchanged, Handle { layer, mem: handle_tensor.raw })?;
-        let begin = Instant::now();
-        calls.run(STEP)?;
-        device.synchronize()?;
-        let first_step_s = begin.elapsed().as_secs_f64();
-        let digests = if first { self.outputs(&calls, &exchanged)? } else { Vec::new() };
+        let step = |what: &str| -> Outcome<f64> {
+            self.at(0, what);
+            let begin = Instant::now();
+            calls.run(STEP)?;
+            device.synchronize()?;
+            Ok(begin.elapsed().as_secs_f64())
+        };
+        let (first_step_s, second_step_s) = (step("first step")?, step("second step")?);
+        let timed = self.bench.args.iterations > 0;
+        let digests = if first && timed { self.outputs(&calls, &exchanged)? } else { Vec::new() };
         let after = self.free_bytes()?;
-        let [device_us, host_us] = self.measure(&calls)?;
+        let [device_us, host_us] = if timed { self.measure(&calls)? } else { Default::default() };
         let memory = match &library.extensions {
             Some(extensions) if first => {
                 let mut usage = NVTEEpExtMemoryUsage::default();
@@ -403,6 +409,7 @@ impl<'a> Run<'a> {
             library_path: library.path.display().to_string(),
             initialize_s: vec![initialize_s],
             first_step_s: vec![first_step_s],
+            second_step_s: vec![second_step_s],
             device_us,
             host_us,
             memory,

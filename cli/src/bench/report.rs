@@ -35,6 +35,8 @@ pub struct GroupTimes {
     pub initialize_s: Vec<f64>,
     /// Seconds of each first step, in which kernels are compiled and loaded.
     pub first_step_s: Vec<f64>,
+    /// Seconds of each second step, in which there is nothing left to compile.
+    pub second_step_s: Vec<f64>,
     /// Microseconds on the device of each of [`TIMED`] in each iteration.
     pub device_us: Vec<Vec<f64>>,
     /// And those of the calling thread.
@@ -52,6 +54,7 @@ impl GroupTimes {
     pub fn add(&mut self, more: Self) {
         self.initialize_s.extend(more.initialize_s);
         self.first_step_s.extend(more.first_step_s);
+        self.second_step_s.extend(more.second_step_s);
         let pairs = self.device_us.iter_mut().zip(more.device_us).chain(self.host_us.iter_mut().zip(more.host_us));
         pairs.for_each(|(all, more)| all.extend(more));
     }
@@ -571,6 +574,7 @@ pub(crate) mod tests {
             library_path: if against { "/opt/libtransformer_engine.so".into() } else { "/lib/libnvte_ep.so".into() },
             initialize_s: vec![0.25],
             first_step_s: vec![2.0 * scale],
+            second_step_s: vec![0.1],
             device_us: times(10.0 * scale),
             host_us: times(scale),
             memory: (!against).then_some(memory),
