@@ -3,54 +3,16 @@
 use crate::bench::traffic::Kind;
 use crate::bench::{Case, RowType};
 use crate::element::Dtype;
+use crate::examples;
 use crate::plot::Format;
 use crate::routing::Problem;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-const EXAMPLES: &str = "\
-Examples:
-  nvte-ep doctor                                   what this machine has, and what is missing
-  nvte-ep run                                      a layer step on four ranks, with every output checked
-  nvte-ep launch -n 2 -- ./program                 your program on two ranks, without a GPU
-  nvte-ep bench --runtime cuda --tokens 4096       how long calls take here";
-const LAUNCH_EXAMPLES: &str = "\
-Examples:
-  nvte-ep launch -n 2 -- ./program --its-option    two ranks on the host runtime
-  nvte-ep launch -n 4 --timeout 60 -- python train.py
-  nvte-ep launch -n 8 --runtime cuda -- ./program  on this machine's GPUs";
-const DOCTOR_EXAMPLES: &str = "\
-Examples:
-  nvte-ep doctor                                   for GPUs
-  nvte-ep doctor --run                             and a step on what was found
-  nvte-ep doctor --runtime host                    for the host runtime
-  nvte-ep doctor --json | jq '.checks[] | select(.level == \"problem\")'";
-const PLOT_EXAMPLES: &str = "\
-Examples:
-  nvte-ep bench --tokens 128,1024,4096 --json > bench.json; nvte-ep plot bench.json
-  nvte-ep plot a.json b.json -o pictures --format svg,png";
-const RUN_EXAMPLES: &str = "\
-Examples:
-  nvte-ep run                                      four ranks, on GPUs where there are fit ones
-  nvte-ep run --runtime host -n 8 --experts 64 --top-k 8 --dtype f32
-  nvte-ep run --digest --seed 5                    hashes, to compare runs bit by bit
-  mpirun -n 4 nvte-ep run --tokens 4096            ranks of MPI";
-const BENCH_EXAMPLES: &str = "\
-Examples:
-  nvte-ep bench --tokens 4096 --hidden 7168 --top-k 8 --experts 64
-  nvte-ep bench -n 2,4 --tokens 128,4096 --routing uniform,zipf --json > bench.json
-  nvte-ep bench --graph --dtype bf16,mxfp8 --csv
-  nvte-ep bench --transfer staged --against /opt/te/libtransformer_engine.so";
-const WARMUP_EXAMPLES: &str = "\
-Examples:
-  nvte-ep warmup -n 8 --tokens 4096 --hidden 7168 --top-k 8 --experts 256
-  nvte-ep warmup -n 8 --tokens 4096 --hidden 4096,7168 --dtype bf16,mxfp8 --transfer both
-  mpirun -n 16 nvte-ep warmup --tokens 4096        on the machines of the job";
-
 /// Expert-parallel dispatch and combine: run it and check it.
 #[derive(Debug, Parser)]
-#[command(name = "nvte-ep", version, after_help = EXAMPLES)]
+#[command(name = "nvte-ep", version, after_help = examples::ALL)]
 pub struct Cli {
     /// What to do.
     #[command(subcommand)]
@@ -70,18 +32,18 @@ pub enum Command {
     /// own. Its lines are printed with its rank before them; its standard input is /dev/null. Signals are passed on. When a
     /// rank fails, the others have a grace time to end by themselves; the exit code is that of the first one that failed,
     /// 128 + the signal that ended it, or 124 where the time was up. What the ranks have started ends with the run.
-    #[command(after_help = LAUNCH_EXAMPLES)]
+    #[command(after_help = examples::LAUNCH)]
     Launch(LaunchArgs),
     /// Look at what this machine has for expert parallelism, and say what is missing and what to do about it.
     ///
     /// Exit code 0: usable; 1: not, and the report says why.
-    #[command(after_help = DOCTOR_EXAMPLES)]
+    #[command(after_help = examples::DOCTOR)]
     Doctor(DoctorArgs),
     /// Draw what bench and run have printed with --json: time of each call, ratios to another library, bandwidth over tokens,
     /// how many rows each expert gets, and received rows with padding of each rank.
     ///
     /// Prints the files that it has written.
-    #[command(after_help = PLOT_EXAMPLES)]
+    #[command(after_help = examples::PLOT)]
     Plot(PlotArgs),
 }
 
@@ -93,7 +55,7 @@ pub enum Job {
     /// Starts its own ranks; under mpirun, torchrun (--no-python) or srun it is one of theirs. The routing is skewed
     /// and uneven, with masked entries. Exit code 0: all checks passed; 1: something differed or failed; 2: the
     /// arguments cannot be run.
-    #[command(after_help = RUN_EXAMPLES)]
+    #[command(after_help = examples::RUN)]
     Run(RunArgs),
     /// Time every call on the device and on the host: staged against zero-copy groups, one library against another, over sweeps
     /// of shapes, with the device memory that a group takes.
@@ -103,14 +65,14 @@ pub enum Job {
     /// rows, without padding; "of copy" is their share of what the device copies from memory to memory with all ranks at once.
     /// Memory is what the driver says was allocated by making the group and running steps, beside what the library predicts; not
     /// measured on the host runtime. The groups of one library have to give the same bits. Exit codes as of run.
-    #[command(after_help = BENCH_EXAMPLES)]
+    #[command(after_help = examples::BENCH)]
     Bench(BenchArgs),
     /// Compile NCCL EP's kernels for the shapes of a job into its cache, before the job needs them.
     ///
     /// Starts as many ranks as the job has, as kernels differ with their number, and runs two steps of each shape, forward and
     /// backward: kernels are compiled in the first one. Another warmup of the same user on this machine is waited for. The cache is
     /// NCCL EP's (NCCL_EP_JIT_CACHE_DIR, docs/environment.md). Exit codes as of run.
-    #[command(after_help = WARMUP_EXAMPLES)]
+    #[command(after_help = examples::WARMUP)]
     Warmup(WarmupArgs),
 }
 

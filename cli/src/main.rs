@@ -18,6 +18,7 @@ mod directory;
 mod doctor;
 mod element;
 mod emulate;
+mod examples;
 mod experts;
 mod guard;
 mod launch;
