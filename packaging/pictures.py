@@ -221,16 +221,14 @@ def native():
     return p
 
 
-# Mean losses of each five steps of examples/pytorch/ep_moe.py with 2 ranks on the CPU (its option --losses writes all of them).
-LOSSES = """
-4.45, 3.54, 3.25, 3.17, 3.15, 2.94, 2.91, 2.79, 2.71, 2.66, 2.61, 2.59, 2.59, 2.57, 2.61,
-2.63, 2.57, 2.58, 2.52, 2.57, 2.63, 2.55, 2.53, 2.45, 2.53, 2.50, 2.41, 2.51, 2.50, 2.44
-"""
+# What the option --losses of examples/pytorch/ep_moe.py has written: the loss of every step.
+LOSSES = FOLDER.parents[1] / "examples" / "pytorch" / "losses.txt"
 
 
 def moe_loss():
     p = Picture(620, 300, "The loss of the example over its 150 steps")
-    losses = [float(loss) for loss in LOSSES.replace("\n", " ").split(",")]
+    every = [float(loss) for loss in LOSSES.read_text(encoding="utf-8").split()]
+    losses = [sum(every[i : i + 5]) / 5 for i in range(0, len(every), 5)]
     left, top, bottom, low, high = 70, 44, 250, 2, 5
     p.text(left, 26, "mean cross entropy of the next character", bold=True)
     for loss in range(low, high + 1):

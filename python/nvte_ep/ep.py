@@ -10,6 +10,7 @@ from typing import Any, overload
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import _group as g
@@ -208,7 +209,13 @@ def _empty_mxfp8(rows: int, hidden: int, device: torch.device) -> Mxfp8:
             torch.empty(rows, hidden // BLOCK, dtype=torch.uint8, device=device))
 
 
-def _require_tensors(function: str, buffer: EpBuffer, **named: torch.Tensor) -> None:
+_OPTIONAL = frozenset(("topk_weights", "recv_tokens", "recv_scales", "recv_topk_weights", "weights", "grad_out"))
+# Tensors that are written: a gradient of theirs would be lost.
+_WRITTEN = frozenset(("recv_tokens", "recv_scales", "recv_topk_weights", "grad_out"))
+_STRIDED = torch.strided
+
+
+def _require_tensors(function: str, buffer: EpBuffer, **named: torch.Tensor | None) -> None:
     """What every argument has to be, and the buffer."""
     if not isinstance(buffer, EpBuffer):
         raise TypeError(f"nvte_ep.{function}: buffer must be an EpBuffer, found {type(buffer).__name__}")
@@ -218,31 +225,24 @@ def _require_tensors(function: str, buffer: EpBuffer, **named: torch.Tensor) -> 
             raise c.EpError(f"nvte_ep.{function}: buffer was made for an EP group that has ended: make a new EpBuffer")
         if buffer.zero_copy and group.released != buffer._released:
             raise c.EpError(f"nvte_ep.{function}: release_symm_mem_pool took the memory of buffer back: make a new EpBuffer")
+    device = buffer.device
     for name, tensor in named.items():
+        if tensor is None and name in _OPTIONAL:
+            continue
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"nvte_ep.{function}: {name} must be a torch.Tensor, found {type(tensor).__name__}")
-        if tensor.device != buffer.device:
-            raise c.EpArgumentError(f"nvte_ep.{function}: {name} must be on {buffer.device}, the buffer's device, found {tensor.device}")
-        if tensor.layout != torch.strided:
+        if tensor.device != device:
+            raise c.EpArgumentError(f"nvte_ep.{function}: {name} must be on {device}, the buffer's device, found {tensor.device}")
+        if tensor.layout != _STRIDED:
             raise c.EpArgumentError(f"nvte_ep.{function}: {name} must be a dense tensor, found {tensor.layout}: call .to_dense()")
-
-
-def _given(**named: Any) -> dict[str, Any]:
-    """Those of optional arguments that are not None."""
-    return {name: value for name, value in named.items() if value is not None}
+        if name in _WRITTEN and tensor.requires_grad:
+            raise c.EpArgumentError(f"nvte_ep.{function}: {name} must not require a gradient, since it is written: give .detach() of it")
 
 
 def _require_pair(name: str, value: Any) -> None:
     if not isinstance(value, tuple) or len(value) != 2:
         found = f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
         raise TypeError(f"nvte_ep.ep_dispatch: {name} must be a pair (data, scales), found {found}")
-
-
-def _require_no_gradient(function: str, **named: torch.Tensor) -> None:
-    """Of tensors that are written: a gradient of theirs would be lost."""
-    for name, tensor in named.items():
-        if tensor.requires_grad:
-            raise c.EpArgumentError(f"nvte_ep.{function}: {name} must not require a gradient, since it is written: give .detach() of it")
 
 
 def _require_dtype(function: str, name: str, tensor: torch.Tensor, dtype: torch.dtype, why: str = "") -> None:
@@ -263,17 +263,39 @@ def _stage(function: str, read: torch.Tensor, rows: torch.Tensor) -> None:
     read.copy_(rows)
 
 
+def _wants_gradient(*inputs: torch.Tensor | None) -> bool:
+    """Whether autograd has to see a call; to go through it costs 10 us or more. In forward mode it sees to the refusal."""
+    if forward_ad._current_level >= 0:
+        return True
+    if torch.is_grad_enabled():
+        for tensor in inputs:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+def _send(handle_mem: torch.Tensor, tokens: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, rows: int,
+          recv_tokens: torch.Tensor | None, recv_topk_weights: torch.Tensor | None, recv_mxfp8: Mxfp8 | None) -> Any:
+    """Dispatches into the tensors that are given, or else into new ones; as MXFP8 through a pair."""
+    if recv_tokens is None:
+        recv_tokens = torch.empty(rows, tokens.shape[1], dtype=tokens.dtype, device=tokens.device)
+    if topk_weights is not None and recv_topk_weights is None:
+        recv_topk_weights = torch.empty(rows, dtype=torch.float32, device=tokens.device)
+    if recv_mxfp8 is None:
+        ops.dispatch(handle_mem, tokens, None, topk_idx, topk_weights, recv_tokens, None, recv_topk_weights)
+    else:
+        ops.dispatch(handle_mem, *mxfp8_quantize(tokens), topk_idx, topk_weights, *recv_mxfp8, recv_topk_weights)
+        recv_tokens.copy_(mxfp8_dequantize(*recv_mxfp8, tokens.dtype))
+    return recv_tokens, recv_topk_weights
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle_mem: torch.Tensor, tokens: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None,
-                recv_tokens: torch.Tensor, recv_topk_weights: torch.Tensor | None, read: torch.Tensor | None, quantized: bool,
-                recv_data: torch.Tensor | None, recv_scales: torch.Tensor | None) -> Any:
-        if quantized:
-            data, scales = mxfp8_quantize(tokens)
-            ops.dispatch(handle_mem, data, scales, topk_idx, topk_weights, recv_data, recv_scales, recv_topk_weights)
-            recv_tokens.copy_(mxfp8_dequantize(recv_data, recv_scales, tokens.dtype))
-        else:
-            ops.dispatch(handle_mem, tokens, None, topk_idx, topk_weights, recv_tokens, None, recv_topk_weights)
+                rows: int, recv_tokens: torch.Tensor | None, recv_topk_weights: torch.Tensor | None, recv_mxfp8: Mxfp8 | None,
+                read: torch.Tensor | None) -> Any:
+        recv_tokens, recv_topk_weights = _send(
+            handle_mem, tokens, topk_idx, topk_weights, rows, recv_tokens, recv_topk_weights, recv_mxfp8)
         ctx.save_for_backward(handle_mem)
         ctx.read = read
         ctx.tokens, ctx.top_k, ctx.rows, ctx.dtype = tokens.shape, topk_idx.shape[1], recv_tokens.shape[0], tokens.dtype
@@ -301,20 +323,26 @@ class _Dispatch(torch.autograd.Function):
         else:
             _stage("ep_dispatch's backward", ctx.read, grad)
             ops.dispatch_bwd_in_place(handle_mem, ctx.read, grad_recv_weights, grad_tokens, grad_weights)
-        return None, grad_tokens, None, grad_weights, None, None, None, None, None, None
+        return None, grad_tokens, None, grad_weights, None, None, None, None, None
+
+
+def _sum(handle_mem: torch.Tensor, expert_out: torch.Tensor, num_local_tokens: int, read: torch.Tensor | None) -> torch.Tensor:
+    """Combines, in a zero-copy group out of `read`."""
+    result = torch.empty(num_local_tokens, expert_out.shape[1], dtype=expert_out.dtype, device=expert_out.device)
+    if read is None:
+        ops.combine(handle_mem, expert_out, result)
+    else:
+        if read is not expert_out:
+            _stage("ep_combine", read, expert_out)
+        ops.combine_in_place(handle_mem, read, result)
+    return result
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle_mem: torch.Tensor, expert_out: torch.Tensor, num_local_tokens: int, read: torch.Tensor | None,
                 grad_out: torch.Tensor | None, quantized: bool, grad_data: torch.Tensor | None, grad_scales: torch.Tensor | None) -> Any:
-        result = torch.empty(num_local_tokens, expert_out.shape[1], dtype=expert_out.dtype, device=expert_out.device)
-        if read is None:
-            ops.combine(handle_mem, expert_out, result)
-        else:
-            if read is not expert_out:
-                _stage("ep_combine", read, expert_out)
-            ops.combine_in_place(handle_mem, read, result)
+        result = _sum(handle_mem, expert_out, num_local_tokens, read)
         ctx.save_for_backward(handle_mem)
         ctx.grad_out, ctx.quantized, ctx.grad_data, ctx.grad_scales = grad_out, quantized, grad_data, grad_scales
         ctx.shape, ctx.dtype = expert_out.shape, expert_out.dtype
@@ -351,10 +379,14 @@ def ep_prepare(buffer: EpBuffer, topk_idx: torch.Tensor) -> torch.Tensor:
         ``buffer.tokens_per_expert``: [local experts] int64, rows of each local expert's slab. The next call writes it anew.
     """
     _require_tensors("ep_prepare", buffer, topk_idx=topk_idx)
+    return _prepare(buffer, topk_idx.contiguous())
+
+
+def _prepare(buffer: EpBuffer, topk_idx: torch.Tensor) -> torch.Tensor:
     if topk_idx.dim() != 2 or topk_idx.shape[1] != buffer.top_k:
         raise c.EpArgumentError(
             f"nvte_ep.ep_prepare: topk_idx must be [tokens, {buffer.top_k}], top_k of the buffer, found {list(topk_idx.shape)}")
-    ops.prepare(buffer.handle_mem, topk_idx.contiguous(), buffer.tokens_per_expert, buffer.total_recv_tokens, buffer.top_k, buffer.alignment)
+    ops.prepare(buffer.handle_mem, topk_idx, buffer.tokens_per_expert, buffer.total_recv_tokens, buffer.top_k, buffer.alignment)
     buffer.num_local_tokens = topk_idx.shape[0]
     return buffer.tokens_per_expert
 
@@ -392,10 +424,10 @@ def ep_dispatch(buffer, tokens, topk_idx, topk_weights, *, recv_tokens=None, rec
             _require_pair("recv_tokens", recv_tokens)
     data, scales = tokens if pair else (tokens, None)
     into, into_scales = recv_tokens if pair and recv_tokens is not None else (recv_tokens, None)
-    written = _given(recv_tokens=into, recv_scales=into_scales, recv_topk_weights=recv_topk_weights)
-    _require_tensors("ep_dispatch", buffer, tokens=data, topk_idx=topk_idx, **({"scales": scales} if pair else {}),
-                     **_given(topk_weights=topk_weights), **written)
-    _require_no_gradient("ep_dispatch", **written)
+    _require_tensors("ep_dispatch", buffer, tokens=data, topk_idx=topk_idx, topk_weights=topk_weights, recv_tokens=into,
+                     recv_scales=into_scales, recv_topk_weights=recv_topk_weights)
+    if pair:
+        _require_tensors("ep_dispatch", buffer, scales=scales)
     if not pair:
         _require_dtype("ep_dispatch", "tokens", tokens, buffer.payload_dtype, ", payload_dtype of the buffer")
     _require_width("ep_dispatch", "tokens", data, buffer)
@@ -408,30 +440,34 @@ def ep_dispatch(buffer, tokens, topk_idx, topk_weights, *, recv_tokens=None, rec
         raise c.EpArgumentError(
             "nvte_ep.ep_dispatch: recv_tokens and recv_topk_weights must be None in eager mode, whose steps have as many rows as arrive: "
             "give ep_bootstrap a recv_capacity_per_rank")
-    topk_idx = topk_idx.contiguous()
-    counts = ep_prepare(buffer, topk_idx)
-    rows = buffer._rows()
-    if topk_weights is not None and recv_topk_weights is None:
-        recv_topk_weights = torch.empty(rows, dtype=torch.float32, device=data.device)
+    if pair and topk_weights is not None and topk_weights.requires_grad and torch.is_grad_enabled():
+        raise c.EpArgumentError("nvte_ep.ep_dispatch: topk_weights must not require a gradient where tokens are an MXFP8 pair, which has none: "
+                                'give .detach() of them, or bfloat16 tokens to a buffer with dispatch_fwd_quant_recipe="mxfp8"')
     if buffer.zero_copy and recv_tokens is None and (buffer._recv_mxfp8 if pair else buffer._recv) is None:
         raise c.EpArgumentError("nvte_ep.ep_dispatch: recv_tokens must be given, since the buffer has no symmetric memory for it: give one of "
                                 'symm_mem_alloc, or make the buffer without caller_buffers (for pairs: with dispatch_fwd_quant_recipe="mxfp8")')
+    topk_idx, data = topk_idx.contiguous(), data.contiguous()
+    counts = _prepare(buffer, topk_idx)
+    rows = buffer._rows()
     if pair:
         if recv_tokens is None:
             recv_tokens = buffer._recv_mxfp8 or _empty_mxfp8(rows, buffer.hidden_dim, data.device)
+        if topk_weights is not None and recv_topk_weights is None:
+            recv_topk_weights = torch.empty(rows, dtype=torch.float32, device=data.device)
         with torch.no_grad():
-            ops.dispatch(buffer.handle_mem, data.contiguous(), scales.contiguous(), topk_idx, topk_weights, *recv_tokens, recv_topk_weights)
+            ops.dispatch(buffer.handle_mem, data, scales.contiguous(), topk_idx, topk_weights, *recv_tokens, recv_topk_weights)
         return recv_tokens, recv_topk_weights, counts
-    quantized = buffer.dispatch_fwd_quant_recipe is not None
-    if recv_tokens is None:
-        recv_tokens = buffer._recv
-        if recv_tokens is None:
-            recv_tokens = torch.empty(rows, buffer.hidden_dim, dtype=data.dtype, device=data.device)
-    recv_pair = (None, None)
-    if quantized:
-        recv_pair = buffer._recv_mxfp8 or _empty_mxfp8(rows, buffer.hidden_dim, data.device)
-    recv_tokens, recv_topk_weights = _Dispatch.apply(
-        buffer.handle_mem, data.contiguous(), topk_idx, topk_weights, recv_tokens, recv_topk_weights, buffer._read, quantized, *recv_pair)
+    recv_mxfp8 = None
+    if buffer.dispatch_fwd_quant_recipe is not None:
+        recv_mxfp8 = buffer._recv_mxfp8 or _empty_mxfp8(rows, buffer.hidden_dim, data.device)
+    if recv_tokens is None and buffer._recv is not None:
+        # An alias, whose flags may be changed.
+        recv_tokens = buffer._recv.detach()
+    arguments = buffer.handle_mem, data, topk_idx, topk_weights, rows, recv_tokens, recv_topk_weights, recv_mxfp8
+    if _wants_gradient(data, topk_weights):
+        recv_tokens, recv_topk_weights = _Dispatch.apply(*arguments, buffer._read)
+    else:
+        recv_tokens, recv_topk_weights = _send(*arguments)
     return recv_tokens, recv_topk_weights, counts
 
 
@@ -454,9 +490,7 @@ def ep_combine(buffer: EpBuffer, expert_out: torch.Tensor, *, num_local_tokens: 
         [num_local_tokens, H]: float32 sums, rounded; zeroes for a token without rows. The gradient of rows behind the last slab
         is undefined, as these rows are.
     """
-    written = _given(grad_out=grad_out)
-    _require_tensors("ep_combine", buffer, expert_out=expert_out, **_given(weights=weights), **written)
-    _require_no_gradient("ep_combine", **written)
+    _require_tensors("ep_combine", buffer, expert_out=expert_out, weights=weights, grad_out=grad_out)
     _require_dtype("ep_combine", "expert_out", expert_out, buffer.payload_dtype, ", payload_dtype of the buffer")
     _require_width("ep_combine", "expert_out", expert_out, buffer)
     if weights is not None:
@@ -477,5 +511,7 @@ def ep_combine(buffer: EpBuffer, expert_out: torch.Tensor, *, num_local_tokens: 
             raise c.EpArgumentError("nvte_ep.ep_combine: grad_out must be given, since the buffer was made with caller_buffers")
         if not torch.compiler.is_compiling() and is_symm_backed(expert_out):
             read = expert_out
+    if not _wants_gradient(expert_out):
+        return _sum(buffer.handle_mem, expert_out, num_local_tokens, read)
     return _Combine.apply(
         buffer.handle_mem, expert_out, num_local_tokens, read, buffer._grad if grad_out is None else grad_out, quantized, *pair)

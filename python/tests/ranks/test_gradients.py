@@ -69,6 +69,21 @@ def test_second_derivatives_are_refused():
             (first.square().sum() + tokens.square().sum()).backward()
 
 
+def test_forward_mode_is_refused():
+    """A tangent would be lost."""
+    bootstrap()
+    data, here = Data(seed=3), buffer()
+    received, _, _ = nvte_ep.ep_dispatch(here, data.tokens, data.idx, data.weights)
+    assert not received.requires_grad
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(received, torch.ones_like(received))
+        with pytest.raises(RuntimeError, match="jvp"):
+            nvte_ep.ep_combine(here, dual)
+        dual = torch.autograd.forward_ad.make_dual(data.tokens, torch.ones_like(data.tokens))
+        with pytest.raises(RuntimeError, match="jvp"):
+            nvte_ep.ep_dispatch(here, dual, data.idx, data.weights)
+
+
 def test_a_buffer_made_in_inference_mode():
     bootstrap()
     data = Data(seed=3)

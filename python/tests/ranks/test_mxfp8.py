@@ -45,6 +45,16 @@ def test_pairs_arrive_bit_by_bit(zero_copy):
     assert torch.equal(nvte_ep.mxfp8_dequantize(rows[:total], scales[:total], torch.float32), wanted)
 
 
+def test_no_gradient_of_a_pair_is_lost():
+    bootstrap()
+    data, here = Data(seed=1), buffer()
+    pair, (_, weights) = nvte_ep.mxfp8_quantize(data.tokens), data.leaves()
+    with pytest.raises(ValueError, match="topk_weights must not require a gradient where tokens are an MXFP8 pair"):
+        nvte_ep.ep_dispatch(here, pair, data.idx, weights)
+    with torch.no_grad():
+        nvte_ep.ep_dispatch(here, pair, data.idx, weights)
+
+
 @pytest.mark.parametrize("zero_copy", [False, True])
 def test_recipes(zero_copy):
     bootstrap(zero_copy=zero_copy)
