@@ -132,7 +132,7 @@ def _host_communicator(host: Any, process_group: dist.ProcessGroup, ranks: int, 
     unique = c.UniqueId()
     if rank == 0 and host.ncclGetUniqueId(ctypes.byref(unique)):
         raise c.EpError(host_error(host))
-    shared = torch.tensor(list(bytes(unique)), dtype=torch.uint8)
+    shared = torch.tensor(list(bytes(unique)), dtype=torch.uint8, device="cpu")
     dist.broadcast(shared, src=dist.get_global_rank(process_group, 0), group=process_group)
     ctypes.memmove(ctypes.byref(unique), bytes(shared.tolist()), ctypes.sizeof(unique))
     comm = ctypes.c_void_p()

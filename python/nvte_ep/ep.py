@@ -168,7 +168,7 @@ class EpBuffer:
         self.handle_mem = ops.aligned(torch.empty(size.value, dtype=torch.uint8, device=self.device)).zero_()
         self.tokens_per_expert = torch.zeros(num_local_experts, dtype=torch.int64, device=self.device)
         if self.eager:
-            self.total_recv_tokens = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+            self.total_recv_tokens = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
         else:
             self.total_recv_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
         # Zero-copy: what dispatch writes, what combine and dispatch's gradient read, what combine's gradient writes.

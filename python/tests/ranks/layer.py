@@ -29,12 +29,12 @@ class Data:
 
     def __init__(self, seed=0, counts=None, dtype=torch.float32, indices=torch.int64):
         self.counts = counts or [TOKENS] * RANKS
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
         self.all_tokens, self.all_idx, self.all_weights = [], [], []
         for count in self.counts:
-            self.all_tokens.append(torch.randn(count, HIDDEN, generator=generator).to(dtype).to(DEVICE))
-            self.all_idx.append(torch.rand(count, EXPERTS, generator=generator).topk(TOP_K).indices.to(indices).to(DEVICE))
-            self.all_weights.append(torch.rand(count, TOP_K, generator=generator).to(DEVICE))
+            self.all_tokens.append(torch.randn(count, HIDDEN, generator=generator, device="cpu").to(dtype).to(DEVICE))
+            self.all_idx.append(torch.rand(count, EXPERTS, generator=generator, device="cpu").topk(TOP_K).indices.to(indices).to(DEVICE))
+            self.all_weights.append(torch.rand(count, TOP_K, generator=generator, device="cpu").to(DEVICE))
 
     tokens = property(lambda self: self.all_tokens[RANK])
     idx = property(lambda self: self.all_idx[RANK])

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from layer import CAPACITY, CUDA, DEVICE, HIDDEN, TOKENS, Data, assert_close, bootstrap, buffer, dense, experts, layer
+from layer import CAPACITY, CUDA, DEVICE, HIDDEN, RANKS, TOKENS, Data, assert_close, bootstrap, buffer, dense, experts, layer
 
 import nvte_ep
 
@@ -26,6 +26,25 @@ def test_fullgraph():
         plain.sum().backward()
         for found, wanted in ((out, plain), (tokens.grad, plain_tokens.grad), (weights.grad, plain_weights.grad)):
             assert_close(found, wanted, terms=HIDDEN)
+    torch.compiler.reset()
+
+
+def test_other_numbers_of_tokens():
+    """Compiled once more for any number, and without gradients."""
+    bootstrap()
+    here, compiled_for = buffer(), []
+
+    def backend(graph, inputs):
+        compiled_for.append(inputs)
+        return graph.forward
+
+    compiled = torch.compile(lambda tokens, idx, weights: layer(here, tokens, idx, weights), fullgraph=True, backend=backend)
+    for count in (TOKENS, TOKENS // 2, 8, 4):
+        data = Data(seed=count, counts=[count] * RANKS)
+        with torch.no_grad():
+            assert_close(compiled(data.tokens, data.idx, data.weights), dense(data.tokens, data.idx, data.weights))
+        assert here.num_local_tokens == count
+    assert len(compiled_for) == 2
     torch.compiler.reset()
 
 

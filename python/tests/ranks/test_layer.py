@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
-from layer import CUDA, DEVICE, HIDDEN, LOCAL, RANK, RANKS, TOKENS, TOP_K, Data, bootstrap, buffer
+from layer import CUDA, DEVICE, EXPERTS, HIDDEN, LOCAL, RANK, RANKS, TOKENS, TOP_K, Data, bootstrap, buffer
 
 import nvte_ep
 
@@ -56,12 +56,26 @@ def test_compiled():
     torch.compiler.reset()
 
 
-def test_a_group_of_one_rank():
-    """Every rank alone, in a group of its own."""
-    alone = [dist.new_group([rank]) for rank in range(RANKS)][RANK]
-    nvte_ep.ep_bootstrap(alone, 8, TOKENS, HIDDEN, TOP_K, recv_capacity_per_rank=TOKENS * TOP_K, max_token_dtype=torch.float32)
-    with pytest.raises(ValueError, match="num_local_experts must be 8"):
+@pytest.mark.parametrize("ranks", sorted({1, RANKS // 2}))
+def test_groups_of_a_part_of_the_ranks(ranks):
+    """Expert parallelism within, data parallelism across: rank 0 and 1, rank 2 and 3; and every rank alone."""
+    groups = [dist.new_group(list(range(first, first + ranks))) for first in range(0, RANKS, ranks)]
+    mine, local = groups[RANK // ranks], EXPERTS // ranks
+    nvte_ep.ep_bootstrap(mine, EXPERTS, TOKENS, HIDDEN, TOP_K, recv_capacity_per_rank=ranks * TOKENS * TOP_K, max_token_dtype=torch.float32)
+    with pytest.raises(ValueError, match=f"num_local_experts must be {local}"):
         nvte_ep.EpBuffer(TOP_K, TOKENS, HIDDEN, LOCAL, payload_dtype=torch.float32)
-    here, data = nvte_ep.EpBuffer(TOP_K, TOKENS, HIDDEN, 8, payload_dtype=torch.float32), Data(seed=4)
-    received, _, _ = nvte_ep.ep_dispatch(here, data.tokens, data.idx, data.weights)
+    here, data = nvte_ep.EpBuffer(TOP_K, TOKENS, HIDDEN, local, payload_dtype=torch.float32), Data(seed=4)
+    received, _, counts = nvte_ep.ep_dispatch(here, data.tokens, data.idx, data.weights)
+    first = RANK // ranks * ranks
+    some, experts = torch.cat(data.all_idx[first : first + ranks]), range(RANK % ranks * local, (RANK % ranks + 1) * local)
+    assert counts.tolist() == [int((some == expert).sum()) for expert in experts]
     assert torch.equal(nvte_ep.ep_combine(here, received), TOP_K * data.tokens)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_default_device_changes_nothing(eager):
+    with torch.device("meta"):
+        bootstrap(**(dict(recv_capacity_per_rank=None) if eager else {}))
+        here, data = buffer(device=DEVICE), Data(seed=5)
+        received, _, _ = nvte_ep.ep_dispatch(here, data.tokens, data.idx, data.weights)
+        assert torch.equal(nvte_ep.ep_combine(here, received), TOP_K * data.tokens)
