@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # The proof of the native engine on one Hopper GPU: the C++ suites without nvcc and without NCCL EP, its kernels against a plain
 # reference with ranks that are late, and compute-sanitizer. usage: native.sh BUNDLE [PART...]
-# BUNDLE is what bundle.sh gathered. Parts: suites robustness teardown kernels late sleeps sanitizer (all by default, about 25 minutes).
+# BUNDLE is what bundle.sh gathered. Parts: suites runs robustness teardown kernels late sleeps sanitizer (all by default, about 25
+# minutes). RANKS limits suites and runs to these numbers of ranks (default "2 4 8"), ORDERS teardown to these orders (default all),
+# SECONDS_EACH every run (default 150). Of a suite its failures and last lines are printed as soon as it has ended; all of it is in the
+# folder XML_LOG_DIR (default target/qa).
 # Needs in the environment: Open MPI; libcudart and NCCL on LD_LIBRARY_PATH; several ranks on one GPU: a running MPS and
 # NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0. The last four parts compile a program with nvcc (NVCC, or on PATH) and run as one
-# process. SECONDS_EACH limits every run (default 150).
+# process.
 . "$(dirname "$0")/../common.sh"
 bundle=$(cd "${1:?usage: native.sh BUNDLE [PART...]}" && pwd); shift
-[ $# -gt 0 ] || set -- suites robustness teardown kernels late sleeps sanitizer
+[ $# -gt 0 ] || set -- suites runs robustness teardown kernels late sleeps sanitizer
 parts=" $* "
 nvcc=${NVCC:-$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)}
 sanitizer=${SANITIZER:-$(command -v compute-sanitizer || echo "$(dirname "$nvcc")/compute-sanitizer")}
@@ -23,16 +26,34 @@ mpi() {
     mpirun --oversubscribe --bind-to none -n "$ranks" "$@"
 }
 part() { [[ "$parts" == *" $1 "* ]]; }
+with_ranks() { [[ " ${RANKS:-2 4 8} " == *" $1 "* ]]; }
+# suite NAME COMMAND...: prints the failures and the end of what goes to NAME.log.
+suite() {
+  local log=$XML_LOG_DIR/$1.log code=0; shift
+  "$@" >"$log" 2>&1 || code=$?
+  grep -aE '^\[ +FAILED +\]|Failure$|^\[rank ' "$log" | sort -u | head -n 30 | cut -c1-500
+  tail -n "$((code == 0 ? 3 : 12))" "$log" | cut -c1-500
+  return "$code"
+}
 # The kernels alone; ranks are streams of one process, outside MPS.
 kernels() { CUDA_MPS_PIPE_DIRECTORY=/nonexistent limited "$@"; }
 
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 if part suites; then
   for ranks in 2 4; do
-    for program in test_te test_ep; do check "$program, $ranks ranks" mpi "$ranks" "$bundle/$program"; done
+    with_ranks "$ranks" || continue
+    for program in test_te test_ep; do
+      check "$program, $ranks ranks" suite "$program.$ranks" mpi "$ranks" "$bundle/$program" --gtest_color=no
+    done
   done
-  check "test_te, 8 ranks" mpi 8 env NVTE_EP_TEST_MAX_SMS=16 "$bundle/test_te" --gtest_filter='Forward.*:Backward.*:Graphs.*:Handles.*:Windows.*'
+  if with_ranks 8; then
+    check "test_te, 8 ranks" suite test_te.8 mpi 8 env NVTE_EP_TEST_MAX_SMS=16 "$bundle/test_te" --gtest_color=no \
+      --gtest_filter='Forward.*:Backward.*:Graphs.*:Handles.*:Windows.*'
+  fi
+fi
+if part runs; then
   for ranks in 2 4 8; do
+    with_ranks "$ranks" || continue
     sms=(); [ "$ranks" -lt 8 ] || sms=(--max-sms 16)
     check "nvte-ep run, $ranks ranks" limited "$bundle/nvte-ep" run --runtime cuda --ranks "$ranks" --experts 64 --top-k 8 "${sms[@]}"
   done
@@ -43,7 +64,9 @@ if part suites; then
   for dtype in bf16 f16 f32; do check "host and GPU agree, $dtype" same --ranks 2 --dtype "$dtype" --top-k 8 --experts 32; done
 fi
 if part teardown; then
-  for order in $("$bundle/test_teardown" --list); do check "test_teardown $order" mpi 2 "$bundle/test_teardown" "$order"; done
+  for order in ${ORDERS:-$("$bundle/test_teardown" --list)}; do
+    check "test_teardown $order" suite "test_teardown.$order" mpi 2 "$bundle/test_teardown" "$order"
+  done
 fi
 if part robustness; then check "L1_robustness" bash "$ROOT/qa/L1_robustness/test.sh" "$bundle"; fi
 
