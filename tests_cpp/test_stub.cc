@@ -36,6 +36,7 @@ TEST(Stub, AdditionsNameTheRemedyToo) {
   EXPECT_TRUE(Throws("nvte_ep_ext_initialize", kRemedy, [] { nvte_ep_ext_initialize(nullptr, nullptr, nullptr); }));
   EXPECT_TRUE(Throws("nvte_ep_ext_recv_totals", kRemedy, [] { nvte_ep_ext_recv_totals(nullptr, nullptr, nullptr); }));
   EXPECT_TRUE(Throws("nvte_ep_ext_memory_usage", kRemedy, [] { nvte_ep_ext_memory_usage(nullptr); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_stats", kRemedy, [] { nvte_ep_ext_stats(nullptr); }));
   EXPECT_TRUE(Throws("nvte_ep_ext_symm_alloc", kRemedy, [] { nvte_ep_ext_symm_alloc(1, nullptr, nullptr, nullptr); }));
   EXPECT_TRUE(Throws("nvte_ep_ext_symm_free", kRemedy, [&] { nvte_ep_ext_symm_free(memory); }));
   EXPECT_TRUE(Throws("nvte_ep_ext_window_of", kRemedy, [&] { nvte_ep_ext_window_of(memory, nullptr, nullptr); }));

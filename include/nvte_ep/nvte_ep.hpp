@@ -236,6 +236,13 @@ class Group {
     if (std::exchange(is_live_, false)) nvte_ep_shutdown();
   }
 
+  NVTEEpExtStats stats() const {
+    NVTEEpExtStats stats = {};
+    stats.struct_size = sizeof stats;
+    nvte_ep_ext_stats(&stats);
+    return stats;
+  }
+
   NVTEEpExtMemoryUsage memory_usage() const {
     NVTEEpExtMemoryUsage usage = {};
     usage.struct_size = sizeof usage;

@@ -104,6 +104,82 @@ typedef struct NVTEEpExtMemoryUsage {
   uint64_t engine;
 } NVTEEpExtMemoryUsage;
 
+/**
+ * What a group has done on this rank since it was initialized. Calls are those that queued their work; a call that a graph
+ * captures counts once, however often the graph is launched. Bytes are those of this rank's rows in them, one for each token,
+ * without scales.
+ */
+typedef struct NVTEEpExtStats {
+  /**
+   * Size of this structure as its user knows it; set it before the call.
+   */
+  size_t struct_size;
+  /**
+   * Calls of nvte_ep_prepare, also as part of nvte_ep_prepare_and_dispatch.
+   */
+  uint64_t prepares;
+  /**
+   * Calls of nvte_ep_dispatch, also as part of nvte_ep_prepare_and_dispatch.
+   */
+  uint64_t dispatches;
+  /**
+   * Calls of nvte_ep_combine.
+   */
+  uint64_t combines;
+  /**
+   * Calls of nvte_ep_combine_bwd.
+   */
+  uint64_t combine_bwds;
+  /**
+   * Calls of nvte_ep_dispatch_bwd.
+   */
+  uint64_t dispatch_bwds;
+  /**
+   * Bytes of the indices that were prepared.
+   */
+  uint64_t prepare_bytes;
+  /**
+   * Bytes of the tokens that were dispatched.
+   */
+  uint64_t dispatch_bytes;
+  /**
+   * Bytes of the results that were combined.
+   */
+  uint64_t combine_bytes;
+  /**
+   * Bytes of the gradients that nvte_ep_combine_bwd was given.
+   */
+  uint64_t combine_bwd_bytes;
+  /**
+   * Bytes of the gradients that nvte_ep_dispatch_bwd gave.
+   */
+  uint64_t dispatch_bwd_bytes;
+  /**
+   * Handles that were opened over handle memory.
+   */
+  uint64_t handles_opened;
+  /**
+   * Those of them that were given up: for room, or for another layer in their memory. They are opened anew when a call needs them.
+   */
+  uint64_t handles_closed;
+  /**
+   * Rows that had no place, of the steps of which nvte_ep_ext_recv_totals told.
+   */
+  uint64_t dropped_rows;
+  /**
+   * Indices that were num_experts or more, of the steps that have run so far.
+   */
+  uint64_t not_experts;
+  /**
+   * Calls that threw while no other thread was in a call of the group.
+   */
+  uint64_t errors;
+  /**
+   * The engine that moves the rows: 1 is NCCL EP, 2 the native engine.
+   */
+  uint64_t engine;
+} NVTEEpExtStats;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -210,6 +286,17 @@ void nvte_ep_ext_recv_totals(NVTETensor handle_mem,
  * usage is NULL, which throws, or points to as many bytes as its struct_size says.
  */
 void nvte_ep_ext_memory_usage(struct NVTEEpExtMemoryUsage *usage);
+
+/**
+ * Tells what the current device's group has done on this rank since nvte_ep_initialize; host only, it waits for nothing.
+ *
+ * stats: receives the numbers; struct_size is set before.
+ * Throws without a group.
+ *
+ * The caller must ensure:
+ * stats is NULL, which throws, or points to as many bytes as its struct_size says.
+ */
+void nvte_ep_ext_stats(struct NVTEEpExtStats *stats);
 
 /**
  * Hands out symmetric memory of the current device's group, for payloads of zero-copy calls: the same offset of the same

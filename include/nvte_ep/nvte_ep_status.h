@@ -228,6 +228,14 @@ enum NVTEEpStatus nvte_ep_try_ext_recv_totals(NVTETensor handle_mem,
 enum NVTEEpStatus nvte_ep_try_ext_memory_usage(NVTEEpExtMemoryUsage *usage);
 
 /**
+ * nvte_ep_ext_stats, returning a status.
+ *
+ * The caller must ensure:
+ * As nvte_ep_ext_stats.
+ */
+enum NVTEEpStatus nvte_ep_try_ext_stats(NVTEEpExtStats *stats);
+
+/**
  * nvte_ep_ext_symm_alloc, returning a status.
  *
  * The caller must ensure:

@@ -4,6 +4,7 @@ use crate::communicator::Communicator;
 use crate::dtype::{DType, Element, Token};
 use crate::error::{Error as PublicError, Result, call};
 use crate::layer::{Layer, LayerConfig};
+use crate::stats::Stats;
 use crate::symmetric::{RegisteredSlice, SymmetricSlice};
 use nvte_ep_core::backend::{self, EpGroup, PoolStatistics};
 use nvte_ep_core::config::{Dialect, GroupRequest};
@@ -278,6 +279,14 @@ impl Group {
     pub unsafe fn register<T: Element>(&self, address: u64, len: usize) -> Result<RegisteredSlice<'_, T>> {
         // SAFETY: passed on.
         unsafe { RegisteredSlice::new(self, address, len) }
+    }
+
+    /// What the group has done on this rank so far; waits for nothing.
+    ///
+    /// # Errors
+    /// Another current device.
+    pub fn stats(&self) -> Result<Stats> {
+        self.call("nvte_ep_ext_stats", |group| Ok(group.stats()?.into()))
     }
 
     /// How much device memory the group takes on this rank.

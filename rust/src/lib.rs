@@ -153,6 +153,7 @@ mod group;
 mod layer;
 mod memory;
 mod prepared;
+mod stats;
 mod stream;
 mod symmetric;
 
@@ -164,5 +165,6 @@ pub use group::{Backend, Group, GroupBuilder, MemoryUsage};
 pub use layer::{HandleMemory, Layer, LayerConfig};
 pub use memory::{DeviceSlice, DeviceSliceMut, Lent, RawSlice, Rows, RowsMut};
 pub use prepared::{Prepared, RecvTotals};
+pub use stats::{CallStats, Stats};
 pub use stream::Stream;
 pub use symmetric::{RegisteredSlice, SymmetricSlice};

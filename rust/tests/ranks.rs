@@ -262,7 +262,22 @@ fn staged_steps() {
     let usage = group.memory_usage().unwrap();
     assert_eq!((usage.handles, usage.handle_memory), (1, layer.handle_bytes() as u64));
     assert_eq!(usage.backend, Backend::NcclEp);
+    let rows = CallStats { count: 3, bytes: (3 * T * H * 4) as u64 };
+    let stats = group.stats().unwrap();
+    assert_eq!(stats.prepare, CallStats { count: 3, bytes: (3 * T * K * 8) as u64 });
+    assert_eq!([stats.dispatch, stats.combine, stats.combine_bwd, stats.dispatch_bwd], [rows; 4]);
+    assert_eq!((stats.handles_opened, stats.handles_closed, stats.errors, stats.invalid_indices), (1, 0, 0, 0));
+    let (one, mut counts) = (device.filled(&[E as i64, -1]), device.zeros::<i32>(LOCAL));
+    drop(
+        handle.prepare(Prepare { topk_idx: &*one, token_counts: &mut *counts, total: None }, Stream::DEFAULT).unwrap(),
+    );
+    device.wait();
+    assert_eq!((group.stats().unwrap().prepare.count, group.stats().unwrap().invalid_indices), (4, 1));
+    let wrong = Prepare { topk_idx: &*device.filled(&[0i64; 3]), token_counts: &mut *counts, total: None };
+    assert!(handle.prepare(wrong, Stream::DEFAULT).is_err());
+    assert_eq!(group.stats().unwrap().errors, 1);
     drop(handle);
+    assert_eq!(group.stats().unwrap().handles_closed, 1);
     assert_eq!(group.memory_usage().unwrap().handles, 0, "a handle's registration ends with it");
     group.shutdown().unwrap();
 }

@@ -8,6 +8,7 @@ use super::live::{Group, Live};
 use super::registry::Slot;
 use super::residency::Residency;
 use super::routing::handles::Handles;
+use super::stats::Stats;
 use super::symm::Symm;
 use super::watchdog;
 use crate::config::{GroupConfig, GroupRequest, RecvCapacity, Transfer};
@@ -209,6 +210,7 @@ impl Live {
             epoch: EPOCH.fetch_add(1, Ordering::Relaxed),
             residency: Residency::new(device),
             stream: None,
+            stats: Stats::default(),
         };
         Ok(Live { watchdog, group })
     }

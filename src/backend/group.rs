@@ -7,6 +7,7 @@ use super::prepared::require_no_capture;
 use super::registry::EpGroup;
 use super::routing::header::{Header, TOTAL_OFFSET};
 use super::routing::notes::{Captured, Routing};
+use super::stats::Stats;
 use super::watchdog::Watchdog;
 use crate::config::{GroupConfig, LayerConfig, RecvCapacity};
 use crate::dtype::DType;
@@ -99,9 +100,9 @@ impl EpGroup {
                 call.check(&group.config, &layer.config, prepared)?;
                 group.resolve_windows(call)?;
             }
-            let step = call.step(&layer.config);
+            let (step, bytes) = (call.step(&layer.config), own_bytes(call));
             let run = |engine: &Engine, open: &Handle| engine.dispatch(open, call, stream);
-            group.queue(watchdog, handle, (&layer, prepared), step, (stream, state), run)
+            group.queue(watchdog, handle, (&layer, prepared), (step, bytes), (stream, state), run)
         })
     }
 
@@ -129,9 +130,9 @@ impl EpGroup {
                 check(call, &group.config, &layer.config, prepared)?;
             }
             group.resolve_windows(call)?.require_disjoint(&handle.mem, layer.mem_bytes(), call)?;
-            let step = call.step(&layer.config);
+            let (step, bytes) = (call.step(&layer.config), own_bytes(call));
             let run = |engine: &Engine, open: &Handle| run(engine, open, call);
-            group.queue(watchdog, handle, (&layer, prepared), step, (stream, state), run)
+            group.queue(watchdog, handle, (&layer, prepared), (step, bytes), (stream, state), run)
         })
     }
 
@@ -238,6 +239,16 @@ impl EpGroup {
         Ok(self.lock()?.group.symm.place_of(address))
     }
 
+    /// What the group has done so far; host only.
+    ///
+    /// # Errors
+    /// There is no group.
+    pub fn stats(&self) -> Result<Stats> {
+        let group = &self.lock()?.group;
+        let engine = &group.engine;
+        Ok(Stats { invalid_indices: engine.invalid_indices(), engine: engine.kind() as u64, ..group.stats })
+    }
+
     /// Device memory of the group; host only.
     ///
     /// # Errors
@@ -259,6 +270,13 @@ impl EpGroup {
             engine: group.engine.kind() as u64,
         })
     }
+}
+
+/// Bytes of the rows of this rank's tokens in a call over a prepared layer: its second tensor, as its check left it.
+#[inline]
+fn own_bytes(call: &mut impl Arguments) -> u64 {
+    let [_, own, ..] = call.tensors();
+    own.map_or(0, |rows| rows.byte_len())
 }
 
 impl Group {
@@ -288,6 +306,7 @@ impl Group {
         let open = self.handles.handle(memory).expect("opened just now");
         let queue = || self.engine.prepare(open, call, &header, stream);
         watchdog.queue(step, stream, state, queue)?;
+        self.stats.queued(step.call, call.topk_idx.byte_len());
         let routing = Routing { layer: layer.config, prepared };
         match state {
             StreamState::Working => {
@@ -305,7 +324,7 @@ impl Group {
         watchdog: &mut Watchdog,
         handle: &HandleRef,
         (layer, prepared): (&Layer, Prepared),
-        step: Step,
+        (step, bytes): (Step, u64),
         (stream, state): (Stream, StreamState),
         run: impl FnOnce(&Engine, &Handle) -> Result<()>,
     ) -> Result<()> {
@@ -313,6 +332,7 @@ impl Group {
         let open = self.handles.handle(handle.mem.data).expect("opened just now");
         watchdog.queue(step, stream, state, || run(&self.engine, open))?;
         self.handles.used(handle.mem.data, step.call, state == StreamState::Capturing);
+        self.stats.queued(step.call, bytes);
         Ok(())
     }
 
@@ -326,6 +346,15 @@ impl Group {
         self.open_anew(handle, layer, tokens)
     }
 
+    /// Closes the engine's handles that were given up.
+    pub(super) fn close_gone(&mut self) -> Result<()> {
+        for old in self.handles.take_gone() {
+            self.stats.handles_closed += 1;
+            self.engine.close(old)?;
+        }
+        Ok(())
+    }
+
     #[inline(never)]
     fn open_anew(&mut self, handle: &HandleRef, layer: &Layer, tokens: Option<usize>) -> Result<()> {
         self.handles.require_place(handle.key, handle.mem.data)?;
@@ -334,10 +363,8 @@ impl Group {
         let opened = unsafe { self.engine.open(&layer.config, &memory) }?;
         tracing::debug!(target: "nvte_ep", memory = handle.mem.data, top_k = layer.config.top_k, "handle created");
         self.handles.put(handle.key, handle.mem.data, layer.config, tokens, opened);
-        for old in self.handles.take_gone() {
-            self.engine.close(old)?;
-        }
-        Ok(())
+        self.stats.handles_opened += 1;
+        self.close_gone()
     }
 }
 

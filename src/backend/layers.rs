@@ -37,10 +37,7 @@ impl Group {
             return Err(Error::argument("id", KNOWN_ID, id));
         }
         self.handles.forget(id);
-        for handle in self.handles.take_gone() {
-            self.engine.close(handle)?;
-        }
-        Ok(())
+        self.close_gone()
     }
 
     /// A layer that fits the group, and what its handle memory has to hold.

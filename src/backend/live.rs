@@ -5,6 +5,7 @@ use super::engine::{Engine, Handle};
 use super::residency::Residency;
 use super::routing::handles::Handles;
 use super::routing::notes::HandleKey;
+use super::stats::Stats;
 use super::symm::Symm;
 use super::watchdog::Watchdog;
 use crate::config::{GroupConfig, LayerConfig, SlabAlignment};
@@ -72,6 +73,7 @@ pub(super) struct Group {
     pub(super) residency: Residency,
     /// The stream of the last call, which is one of the group's device.
     pub(super) stream: Option<Stream>,
+    pub(super) stats: Stats,
 }
 
 /// What a step's routing needs of a rank's receive buffers, in rows with their padding.

@@ -171,6 +171,7 @@ impl Group {
             RecvCapacity::Eager => needed,
         };
         let invalid_indices = counts[..self.engine.counts()].iter().copied().map(u64::from).sum();
+        self.stats.dropped_rows += needed - received;
         Ok(RecvTotals { needed, received, dropped: needed - received, invalid_indices })
     }
 }

@@ -68,8 +68,9 @@ fn no_group_on(device: i32) -> Error {
 pub fn report_failure(name: &str, error: &Error) {
     let Ok(group) = current_group() else { return };
     // A slot at work has another thread's call in it.
-    let Some(group) = group.0.group.try_lock() else { return };
-    if let Some(live) = group.as_ref() {
+    let Some(mut group) = group.0.group.try_lock() else { return };
+    if let Some(live) = group.as_mut() {
+        live.group.stats.errors += 1;
         live.watchdog.failed(name, error);
     }
 }

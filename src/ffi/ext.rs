@@ -1,7 +1,7 @@
 //! C structures and objects of our additions to the interface.
 
 use super::versioned::Versioned;
-use crate::backend::{MemoryUsage, RecvTotals};
+use crate::backend::{MemoryUsage, RecvTotals, Stats};
 use crate::error::{Error, Result};
 use crate::options::Options;
 use parking_lot::Mutex;
@@ -68,6 +68,53 @@ pub struct NVTEEpExtMemoryUsage {
     pub engine: u64,
 }
 
+/// What a group has done on this rank since it was initialized. Calls are those that queued their work; a call that a graph
+/// captures counts once, however often the graph is launched. Bytes are those of this rank's rows in them, one for each token,
+/// without scales.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NVTEEpExtStats {
+    /// Size of this structure as its user knows it; set it before the call.
+    pub struct_size: usize,
+    /// Calls of nvte_ep_prepare, also as part of nvte_ep_prepare_and_dispatch.
+    pub prepares: u64,
+    /// Calls of nvte_ep_dispatch, also as part of nvte_ep_prepare_and_dispatch.
+    pub dispatches: u64,
+    /// Calls of nvte_ep_combine.
+    pub combines: u64,
+    /// Calls of nvte_ep_combine_bwd.
+    pub combine_bwds: u64,
+    /// Calls of nvte_ep_dispatch_bwd.
+    pub dispatch_bwds: u64,
+    /// Bytes of the indices that were prepared.
+    pub prepare_bytes: u64,
+    /// Bytes of the tokens that were dispatched.
+    pub dispatch_bytes: u64,
+    /// Bytes of the results that were combined.
+    pub combine_bytes: u64,
+    /// Bytes of the gradients that nvte_ep_combine_bwd was given.
+    pub combine_bwd_bytes: u64,
+    /// Bytes of the gradients that nvte_ep_dispatch_bwd gave.
+    pub dispatch_bwd_bytes: u64,
+    /// Handles that were opened over handle memory.
+    pub handles_opened: u64,
+    /// Those of them that were given up: for room, or for another layer in their memory. They are opened anew when a call needs them.
+    pub handles_closed: u64,
+    /// Rows that had no place, of the steps of which nvte_ep_ext_recv_totals told.
+    pub dropped_rows: u64,
+    /// Indices that were num_experts or more, of the steps that have run so far.
+    pub not_experts: u64,
+    /// Calls that threw while no other thread was in a call of the group.
+    pub errors: u64,
+    /// The engine that moves the rows: 1 is NCCL EP, 2 the native engine.
+    pub engine: u64,
+}
+
+// SAFETY: repr(C), integers, the size first.
+unsafe impl Versioned for NVTEEpExtStats {
+    const BASE_SIZE: usize = size_of::<Self>();
+}
+
 // SAFETY: repr(C), integers, the size first.
 unsafe impl Versioned for NVTEEpExtRecvTotals {
     const BASE_SIZE: usize = 40;
@@ -115,6 +162,32 @@ impl From<RecvTotals> for NVTEEpExtRecvTotals {
     fn from(totals: RecvTotals) -> Self {
         let RecvTotals { needed, received, dropped, invalid_indices } = totals;
         Self { struct_size: size_of::<Self>(), needed, received, dropped, not_experts: invalid_indices }
+    }
+}
+
+impl From<Stats> for NVTEEpExtStats {
+    fn from(stats: Stats) -> Self {
+        let Stats { prepare, dispatch, combine, combine_bwd, dispatch_bwd, handles_opened, handles_closed, .. } = stats;
+        let Stats { dropped_rows, invalid_indices, errors, engine, .. } = stats;
+        Self {
+            struct_size: size_of::<Self>(),
+            prepares: prepare.count,
+            dispatches: dispatch.count,
+            combines: combine.count,
+            combine_bwds: combine_bwd.count,
+            dispatch_bwds: dispatch_bwd.count,
+            prepare_bytes: prepare.bytes,
+            dispatch_bytes: dispatch.bytes,
+            combine_bytes: combine.bytes,
+            combine_bwd_bytes: combine_bwd.bytes,
+            dispatch_bwd_bytes: dispatch_bwd.bytes,
+            handles_opened,
+            handles_closed,
+            dropped_rows,
+            not_experts: invalid_indices,
+            errors,
+            engine,
+        }
     }
 }
 

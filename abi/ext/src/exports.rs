@@ -12,6 +12,7 @@ use nvte_ep_core::ffi::comm_window::ncclWindow_t;
 use nvte_ep_core::ffi::ext::NVTEEpExtMemoryUsage;
 use nvte_ep_core::ffi::ext::NVTEEpExtOptions;
 use nvte_ep_core::ffi::ext::NVTEEpExtRecvTotals;
+use nvte_ep_core::ffi::ext::NVTEEpExtStats;
 use nvte_ep_core::ffi::guard;
 use nvte_ep_core::ffi::types::NVTETensor;
 use nvte_ep_core::ffi::types::cudaStream_t;
@@ -150,6 +151,21 @@ pub unsafe extern "C-unwind" fn nvte_ep_ext_memory_usage(usage: *mut NVTEEpExtMe
     guard("nvte_ep_ext_memory_usage", || {
         // SAFETY: the caller vouches for all that the surface asks for.
         unsafe { crate::ext::nvte_ep_ext_memory_usage(usage) }
+    });
+}
+
+/// Tells what the current device's group has done on this rank since nvte_ep_initialize; host only, it waits for nothing.
+///
+/// stats: receives the numbers; struct_size is set before.
+/// Throws without a group.
+///
+/// # Safety
+/// stats is NULL, which throws, or points to as many bytes as its struct_size says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn nvte_ep_ext_stats(stats: *mut NVTEEpExtStats) {
+    guard("nvte_ep_ext_stats", || {
+        // SAFETY: the caller vouches for all that the surface asks for.
+        unsafe { crate::ext::nvte_ep_ext_stats(stats) }
     });
 }
 

@@ -4,7 +4,7 @@ use crate::core::{self, NVTEEpGroupConfig, Tensors};
 use nvte_ep_core::backend::Communicator;
 use nvte_ep_core::error::{Error, Result};
 use nvte_ep_core::ffi::comm_window::ncclWindow_t;
-use nvte_ep_core::ffi::ext::{self, NVTEEpExtMemoryUsage, NVTEEpExtOptions, NVTEEpExtRecvTotals};
+use nvte_ep_core::ffi::ext::{self, NVTEEpExtMemoryUsage, NVTEEpExtOptions, NVTEEpExtRecvTotals, NVTEEpExtStats};
 use nvte_ep_core::ffi::types::{NVTETensor, cudaStream_t};
 use nvte_ep_core::ffi::versioned::write_versioned;
 use nvte_ep_core::ffi::view::{Windows, required};
@@ -144,6 +144,19 @@ pub(crate) unsafe fn nvte_ep_ext_memory_usage(usage: *mut NVTEEpExtMemoryUsage) 
     let found = core::current_group()?.memory_usage()?;
     // SAFETY: the caller vouches for the structure.
     unsafe { write_versioned("usage", usage, found.into()) }
+}
+
+/// Tells what the current device's group has done on this rank since nvte_ep_initialize; host only, it waits for nothing.
+///
+/// stats: receives the numbers; struct_size is set before.
+/// Throws without a group.
+///
+/// # Safety
+/// stats is NULL, which throws, or points to as many bytes as its struct_size says.
+pub(crate) unsafe fn nvte_ep_ext_stats(stats: *mut NVTEEpExtStats) -> Result<()> {
+    let found = core::current_group()?.stats()?;
+    // SAFETY: the caller vouches for the structure.
+    unsafe { write_versioned("stats", stats, found.into()) }
 }
 
 /// Hands out symmetric memory of the current device's group, for payloads of zero-copy calls: the same offset of the same

@@ -12,6 +12,7 @@ use nvte_ep_core::ffi::comm_window::ncclWindow_t;
 use nvte_ep_core::ffi::ext::NVTEEpExtMemoryUsage;
 use nvte_ep_core::ffi::ext::NVTEEpExtOptions;
 use nvte_ep_core::ffi::ext::NVTEEpExtRecvTotals;
+use nvte_ep_core::ffi::ext::NVTEEpExtStats;
 use nvte_ep_core::ffi::status::{self, NVTEEpStatus};
 use nvte_ep_core::ffi::types::NVTETensor;
 use nvte_ep_core::ffi::types::cudaStream_t;
@@ -112,6 +113,18 @@ pub unsafe extern "C" fn nvte_ep_try_ext_memory_usage(usage: *mut NVTEEpExtMemor
     status::of("nvte_ep_ext_memory_usage", || {
         // SAFETY: the caller vouches for all that the surface asks for.
         unsafe { crate::ext::nvte_ep_ext_memory_usage(usage) }
+    })
+}
+
+/// nvte_ep_ext_stats, returning a status.
+///
+/// # Safety
+/// As nvte_ep_ext_stats.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvte_ep_try_ext_stats(stats: *mut NVTEEpExtStats) -> NVTEEpStatus {
+    status::of("nvte_ep_ext_stats", || {
+        // SAFETY: the caller vouches for all that the surface asks for.
+        unsafe { crate::ext::nvte_ep_ext_stats(stats) }
     })
 }
 

@@ -368,6 +368,14 @@ impl Engine {
         }
     }
 
+    /// Indices that were no expert, as the kernels have counted them in the group's life.
+    pub(super) fn invalid_indices(&self) -> u64 {
+        match self {
+            Self::NcclEp(group) => group.invalid_indices(),
+            Self::Native(group) => group.invalid_indices(),
+        }
+    }
+
     /// Logs what the kernels have counted since the last report: indices that are no expert. Not too often.
     #[inline]
     pub(super) fn report(&mut self) {

@@ -324,6 +324,11 @@ impl Group {
         self.memory.abort()
     }
 
+    /// See [`super::Engine::invalid_indices`].
+    pub(super) fn invalid_indices(&self) -> u64 {
+        self.memory.invalid_indices()
+    }
+
     /// See [`super::Engine::report`].
     #[inline]
     pub(super) fn report(&mut self) {

@@ -316,6 +316,11 @@ impl Group {
         checked(&self.base.nccl, "ncclEpHandleDestroy", || unsafe { destroy(raw) })
     }
 
+    /// See [`super::Engine::invalid_indices`].
+    pub(super) fn invalid_indices(&self) -> u64 {
+        self.index_copier.found()
+    }
+
     /// See [`super::Engine::report`].
     #[inline]
     pub(super) fn report(&mut self) {

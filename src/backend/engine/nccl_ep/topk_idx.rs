@@ -51,7 +51,8 @@ impl IndexCopier {
         Ok(Self { cuda, module, int32, int64, invalid_indices, log: InvalidIndices::new(device) })
     }
 
-    fn found(&self) -> u64 {
+    /// Indices that were no expert, so far.
+    pub(super) fn found(&self) -> u64 {
         // SAFETY: the kernels' memory, which they add to atomically.
         unsafe { AtomicU64::from_ptr(self.invalid_indices.cast()) }.load(Ordering::Relaxed)
     }
