@@ -2,6 +2,8 @@
 
 use crate::Output;
 use cbindgen::{Builder, Config, Style};
+use std::collections::BTreeMap;
+use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 struct Header {
@@ -296,8 +298,12 @@ fn one(root: &Path, header: &Header) -> Result<Output, String> {
     config.export.exclude = header.exclude.iter().chain(OPAQUE).map(ToString::to_string).collect();
     if header.sources.contains(&BINDINGS) {
         let bindings = std::fs::read_to_string(root.join(BINDINGS)).map_err(|e| e.to_string())?;
-        let foreign = items(&bindings).filter(|item| !header.bindings.iter().any(|prefix| item.starts_with(prefix)));
-        config.export.exclude.extend(foreign.map(ToString::to_string));
+        let belongs = |item: &str| header.bindings.iter().any(|prefix| item.starts_with(prefix));
+        config.export.exclude.extend(items(&bindings).filter(|item| !belongs(item)).map(ToString::to_string));
+        // Of an enumeration that no function takes, its constants are used all the same.
+        let enumerations = enumerations(&bindings);
+        let own = enumerations.iter().filter(|(_, constants)| constants.iter().any(|(name, _)| belongs(name)));
+        config.export.include.extend(own.map(|(name, _)| (*name).to_owned()));
     }
     // A type and a function may share a name in C only where the type has no typedef.
     config.style = if header.path.ends_with("nvte_ep_host.h") { Style::Tag } else { Style::Both };
@@ -312,18 +318,53 @@ fn one(root: &Path, header: &Header) -> Result<Output, String> {
     Ok(Output { path: Path::new("include").join(header.path), text: in_c_words(&text) })
 }
 
-/// A copy of bindgen's output for cbindgen: without the prototypes, which it would declare as well, and with enum
-/// typedefs as types, since it does not follow `use`.
+/// Enumerations of the C headers, and the constants of each with their values.
+type Enumerations<'a> = BTreeMap<&'a str, Vec<(&'a str, &'a str)>>;
+
+/// Of an enumeration, bindgen makes an integer type and constants of that type.
+fn enumerations(bindings: &str) -> Enumerations<'_> {
+    let mut found = Enumerations::new();
+    for line in bindings.lines() {
+        let constant = line.strip_prefix("pub const ").and_then(|rest| rest.strip_suffix(';')?.split_once(" = "));
+        if let Some(((name, kind), value)) = constant.and_then(|(left, value)| Some((left.split_once(": ")?, value))) {
+            found.entry(kind).or_default().push((name, value));
+        }
+    }
+    // The others are constants of a plain type.
+    found.retain(|kind, _| bindings.contains(&integer_type(kind)));
+    found
+}
+
+/// The line by which bindgen declares an enumeration.
+fn integer_type(name: &str) -> String {
+    format!("pub type {name} = ::std::os::raw::c_uint;\n")
+}
+
+/// A copy of bindgen's output for cbindgen, which never compiles it: without the prototypes, which it would declare as well,
+/// with enum typedefs as types, since it does not follow `use`, and with enumerations as such. These are types of their own in
+/// C++, where functions are overloaded by them, as with CUDA's and NCCL's headers.
 fn types_only(root: &Path) -> Result<PathBuf, String> {
     let text = std::fs::read_to_string(root.join(BINDINGS)).map_err(|e| e.to_string())?;
     let types = text.split("\nunsafe extern \"C\" {").next().expect("split gives a first part");
-    let types: String = types
+    let enumerations = enumerations(&text);
+    let is_of_enumeration = |line: &str| {
+        let constant = line.strip_prefix("pub const ").and_then(|rest| rest.split_once(": "));
+        constant.and_then(|(_, rest)| rest.split(' ').next()).is_some_and(|kind| enumerations.contains_key(kind))
+    };
+    let mut types: String = types
         .lines()
+        .filter(|line| {
+            !is_of_enumeration(line) && !enumerations.keys().any(|name| integer_type(name).trim_end() == *line)
+        })
         .map(|line| match line.strip_prefix("pub use self::").and_then(|rest| rest.split_once(" as ")) {
             Some((from, to)) => format!("pub type {} = {from};\n", to.trim_end_matches(';')),
             None => format!("{line}\n"),
         })
         .collect();
+    for (name, constants) in &enumerations {
+        let constants: String = constants.iter().map(|(name, value)| format!("    {name} = {value},\n")).collect();
+        let _ = write!(types, "#[repr(C)]\npub enum {name} {{\n{constants}}}\n");
+    }
     let path = root.join("target/codegen/bindings_types.rs");
     std::fs::create_dir_all(path.parent().expect("it has a folder")).map_err(|e| e.to_string())?;
     std::fs::write(&path, types).map_err(|e| format!("{}: {e}", path.display()))?;

@@ -23,11 +23,324 @@ typedef struct CUgraphNode_st CUgraphNode_st;
 
 #define cudaEventInterprocess 4
 
-typedef unsigned int cudaError;
+typedef enum cudaError {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorMemoryAllocation = 2,
+  cudaErrorInitializationError = 3,
+  cudaErrorCudartUnloading = 4,
+  cudaErrorProfilerDisabled = 5,
+  cudaErrorProfilerNotInitialized = 6,
+  cudaErrorProfilerAlreadyStarted = 7,
+  cudaErrorProfilerAlreadyStopped = 8,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorInvalidPitchValue = 12,
+  cudaErrorInvalidSymbol = 13,
+  cudaErrorInvalidHostPointer = 16,
+  cudaErrorInvalidDevicePointer = 17,
+  cudaErrorInvalidTexture = 18,
+  cudaErrorInvalidTextureBinding = 19,
+  cudaErrorInvalidChannelDescriptor = 20,
+  cudaErrorInvalidMemcpyDirection = 21,
+  cudaErrorAddressOfConstant = 22,
+  cudaErrorTextureFetchFailed = 23,
+  cudaErrorTextureNotBound = 24,
+  cudaErrorSynchronizationError = 25,
+  cudaErrorInvalidFilterSetting = 26,
+  cudaErrorInvalidNormSetting = 27,
+  cudaErrorMixedDeviceExecution = 28,
+  cudaErrorNotYetImplemented = 31,
+  cudaErrorMemoryValueTooLarge = 32,
+  cudaErrorStubLibrary = 34,
+  cudaErrorInsufficientDriver = 35,
+  cudaErrorCallRequiresNewerDriver = 36,
+  cudaErrorInvalidSurface = 37,
+  cudaErrorDuplicateVariableName = 43,
+  cudaErrorDuplicateTextureName = 44,
+  cudaErrorDuplicateSurfaceName = 45,
+  cudaErrorDevicesUnavailable = 46,
+  cudaErrorIncompatibleDriverContext = 49,
+  cudaErrorMissingConfiguration = 52,
+  cudaErrorPriorLaunchFailure = 53,
+  cudaErrorLaunchMaxDepthExceeded = 65,
+  cudaErrorLaunchFileScopedTex = 66,
+  cudaErrorLaunchFileScopedSurf = 67,
+  cudaErrorSyncDepthExceeded = 68,
+  cudaErrorLaunchPendingCountExceeded = 69,
+  cudaErrorInvalidDeviceFunction = 98,
+  cudaErrorNoDevice = 100,
+  cudaErrorInvalidDevice = 101,
+  cudaErrorDeviceNotLicensed = 102,
+  cudaErrorSoftwareValidityNotEstablished = 103,
+  cudaErrorStartupFailure = 127,
+  cudaErrorInvalidKernelImage = 200,
+  cudaErrorDeviceUninitialized = 201,
+  cudaErrorMapBufferObjectFailed = 205,
+  cudaErrorUnmapBufferObjectFailed = 206,
+  cudaErrorArrayIsMapped = 207,
+  cudaErrorAlreadyMapped = 208,
+  cudaErrorNoKernelImageForDevice = 209,
+  cudaErrorAlreadyAcquired = 210,
+  cudaErrorNotMapped = 211,
+  cudaErrorNotMappedAsArray = 212,
+  cudaErrorNotMappedAsPointer = 213,
+  cudaErrorECCUncorrectable = 214,
+  cudaErrorUnsupportedLimit = 215,
+  cudaErrorDeviceAlreadyInUse = 216,
+  cudaErrorPeerAccessUnsupported = 217,
+  cudaErrorInvalidPtx = 218,
+  cudaErrorInvalidGraphicsContext = 219,
+  cudaErrorNvlinkUncorrectable = 220,
+  cudaErrorJitCompilerNotFound = 221,
+  cudaErrorUnsupportedPtxVersion = 222,
+  cudaErrorJitCompilationDisabled = 223,
+  cudaErrorUnsupportedExecAffinity = 224,
+  cudaErrorUnsupportedDevSideSync = 225,
+  cudaErrorContained = 226,
+  cudaErrorInvalidSource = 300,
+  cudaErrorFileNotFound = 301,
+  cudaErrorSharedObjectSymbolNotFound = 302,
+  cudaErrorSharedObjectInitFailed = 303,
+  cudaErrorOperatingSystem = 304,
+  cudaErrorInvalidResourceHandle = 400,
+  cudaErrorIllegalState = 401,
+  cudaErrorLossyQuery = 402,
+  cudaErrorSymbolNotFound = 500,
+  cudaErrorNotReady = 600,
+  cudaErrorIllegalAddress = 700,
+  cudaErrorLaunchOutOfResources = 701,
+  cudaErrorLaunchTimeout = 702,
+  cudaErrorLaunchIncompatibleTexturing = 703,
+  cudaErrorPeerAccessAlreadyEnabled = 704,
+  cudaErrorPeerAccessNotEnabled = 705,
+  cudaErrorSetOnActiveProcess = 708,
+  cudaErrorContextIsDestroyed = 709,
+  cudaErrorAssert = 710,
+  cudaErrorTooManyPeers = 711,
+  cudaErrorHostMemoryAlreadyRegistered = 712,
+  cudaErrorHostMemoryNotRegistered = 713,
+  cudaErrorHardwareStackError = 714,
+  cudaErrorIllegalInstruction = 715,
+  cudaErrorMisalignedAddress = 716,
+  cudaErrorInvalidAddressSpace = 717,
+  cudaErrorInvalidPc = 718,
+  cudaErrorLaunchFailure = 719,
+  cudaErrorCooperativeLaunchTooLarge = 720,
+  cudaErrorTensorMemoryLeak = 721,
+  cudaErrorNotPermitted = 800,
+  cudaErrorNotSupported = 801,
+  cudaErrorSystemNotReady = 802,
+  cudaErrorSystemDriverMismatch = 803,
+  cudaErrorCompatNotSupportedOnDevice = 804,
+  cudaErrorMpsConnectionFailed = 805,
+  cudaErrorMpsRpcFailure = 806,
+  cudaErrorMpsServerNotReady = 807,
+  cudaErrorMpsMaxClientsReached = 808,
+  cudaErrorMpsMaxConnectionsReached = 809,
+  cudaErrorMpsClientTerminated = 810,
+  cudaErrorCdpNotSupported = 811,
+  cudaErrorCdpVersionMismatch = 812,
+  cudaErrorStreamCaptureUnsupported = 900,
+  cudaErrorStreamCaptureInvalidated = 901,
+  cudaErrorStreamCaptureMerge = 902,
+  cudaErrorStreamCaptureUnmatched = 903,
+  cudaErrorStreamCaptureUnjoined = 904,
+  cudaErrorStreamCaptureIsolation = 905,
+  cudaErrorStreamCaptureImplicit = 906,
+  cudaErrorCapturedEvent = 907,
+  cudaErrorStreamCaptureWrongThread = 908,
+  cudaErrorTimeout = 909,
+  cudaErrorGraphExecUpdateFailure = 910,
+  cudaErrorExternalDevice = 911,
+  cudaErrorInvalidClusterSize = 912,
+  cudaErrorFunctionNotLoaded = 913,
+  cudaErrorInvalidResourceType = 914,
+  cudaErrorInvalidResourceConfiguration = 915,
+  cudaErrorUnknown = 999,
+  cudaErrorApiFailureBase = 10000,
+} cudaError;
 
-typedef cudaError cudaError_t;
+typedef enum cudaDeviceAttr {
+  cudaDevAttrMaxThreadsPerBlock = 1,
+  cudaDevAttrMaxBlockDimX = 2,
+  cudaDevAttrMaxBlockDimY = 3,
+  cudaDevAttrMaxBlockDimZ = 4,
+  cudaDevAttrMaxGridDimX = 5,
+  cudaDevAttrMaxGridDimY = 6,
+  cudaDevAttrMaxGridDimZ = 7,
+  cudaDevAttrMaxSharedMemoryPerBlock = 8,
+  cudaDevAttrTotalConstantMemory = 9,
+  cudaDevAttrWarpSize = 10,
+  cudaDevAttrMaxPitch = 11,
+  cudaDevAttrMaxRegistersPerBlock = 12,
+  cudaDevAttrClockRate = 13,
+  cudaDevAttrTextureAlignment = 14,
+  cudaDevAttrGpuOverlap = 15,
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrKernelExecTimeout = 17,
+  cudaDevAttrIntegrated = 18,
+  cudaDevAttrCanMapHostMemory = 19,
+  cudaDevAttrComputeMode = 20,
+  cudaDevAttrMaxTexture1DWidth = 21,
+  cudaDevAttrMaxTexture2DWidth = 22,
+  cudaDevAttrMaxTexture2DHeight = 23,
+  cudaDevAttrMaxTexture3DWidth = 24,
+  cudaDevAttrMaxTexture3DHeight = 25,
+  cudaDevAttrMaxTexture3DDepth = 26,
+  cudaDevAttrMaxTexture2DLayeredWidth = 27,
+  cudaDevAttrMaxTexture2DLayeredHeight = 28,
+  cudaDevAttrMaxTexture2DLayeredLayers = 29,
+  cudaDevAttrSurfaceAlignment = 30,
+  cudaDevAttrConcurrentKernels = 31,
+  cudaDevAttrEccEnabled = 32,
+  cudaDevAttrPciBusId = 33,
+  cudaDevAttrPciDeviceId = 34,
+  cudaDevAttrTccDriver = 35,
+  cudaDevAttrMemoryClockRate = 36,
+  cudaDevAttrGlobalMemoryBusWidth = 37,
+  cudaDevAttrL2CacheSize = 38,
+  cudaDevAttrMaxThreadsPerMultiProcessor = 39,
+  cudaDevAttrAsyncEngineCount = 40,
+  cudaDevAttrUnifiedAddressing = 41,
+  cudaDevAttrMaxTexture1DLayeredWidth = 42,
+  cudaDevAttrMaxTexture1DLayeredLayers = 43,
+  cudaDevAttrMaxTexture2DGatherWidth = 45,
+  cudaDevAttrMaxTexture2DGatherHeight = 46,
+  cudaDevAttrMaxTexture3DWidthAlt = 47,
+  cudaDevAttrMaxTexture3DHeightAlt = 48,
+  cudaDevAttrMaxTexture3DDepthAlt = 49,
+  cudaDevAttrPciDomainId = 50,
+  cudaDevAttrTexturePitchAlignment = 51,
+  cudaDevAttrMaxTextureCubemapWidth = 52,
+  cudaDevAttrMaxTextureCubemapLayeredWidth = 53,
+  cudaDevAttrMaxTextureCubemapLayeredLayers = 54,
+  cudaDevAttrMaxSurface1DWidth = 55,
+  cudaDevAttrMaxSurface2DWidth = 56,
+  cudaDevAttrMaxSurface2DHeight = 57,
+  cudaDevAttrMaxSurface3DWidth = 58,
+  cudaDevAttrMaxSurface3DHeight = 59,
+  cudaDevAttrMaxSurface3DDepth = 60,
+  cudaDevAttrMaxSurface1DLayeredWidth = 61,
+  cudaDevAttrMaxSurface1DLayeredLayers = 62,
+  cudaDevAttrMaxSurface2DLayeredWidth = 63,
+  cudaDevAttrMaxSurface2DLayeredHeight = 64,
+  cudaDevAttrMaxSurface2DLayeredLayers = 65,
+  cudaDevAttrMaxSurfaceCubemapWidth = 66,
+  cudaDevAttrMaxSurfaceCubemapLayeredWidth = 67,
+  cudaDevAttrMaxSurfaceCubemapLayeredLayers = 68,
+  cudaDevAttrMaxTexture1DLinearWidth = 69,
+  cudaDevAttrMaxTexture2DLinearWidth = 70,
+  cudaDevAttrMaxTexture2DLinearHeight = 71,
+  cudaDevAttrMaxTexture2DLinearPitch = 72,
+  cudaDevAttrMaxTexture2DMipmappedWidth = 73,
+  cudaDevAttrMaxTexture2DMipmappedHeight = 74,
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrComputeCapabilityMinor = 76,
+  cudaDevAttrMaxTexture1DMipmappedWidth = 77,
+  cudaDevAttrStreamPrioritiesSupported = 78,
+  cudaDevAttrGlobalL1CacheSupported = 79,
+  cudaDevAttrLocalL1CacheSupported = 80,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
+  cudaDevAttrMaxRegistersPerMultiprocessor = 82,
+  cudaDevAttrManagedMemory = 83,
+  cudaDevAttrIsMultiGpuBoard = 84,
+  cudaDevAttrMultiGpuBoardGroupID = 85,
+  cudaDevAttrHostNativeAtomicSupported = 86,
+  cudaDevAttrSingleToDoublePrecisionPerfRatio = 87,
+  cudaDevAttrPageableMemoryAccess = 88,
+  cudaDevAttrConcurrentManagedAccess = 89,
+  cudaDevAttrComputePreemptionSupported = 90,
+  cudaDevAttrCanUseHostPointerForRegisteredMem = 91,
+  cudaDevAttrReserved92 = 92,
+  cudaDevAttrReserved93 = 93,
+  cudaDevAttrReserved94 = 94,
+  cudaDevAttrCooperativeLaunch = 95,
+  cudaDevAttrReserved96 = 96,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+  cudaDevAttrCanFlushRemoteWrites = 98,
+  cudaDevAttrHostRegisterSupported = 99,
+  cudaDevAttrPageableMemoryAccessUsesHostPageTables = 100,
+  cudaDevAttrDirectManagedMemAccessFromHost = 101,
+  cudaDevAttrMaxBlocksPerMultiprocessor = 106,
+  cudaDevAttrMaxPersistingL2CacheSize = 108,
+  cudaDevAttrMaxAccessPolicyWindowSize = 109,
+  cudaDevAttrReservedSharedMemoryPerBlock = 111,
+  cudaDevAttrSparseCudaArraySupported = 112,
+  cudaDevAttrHostRegisterReadOnlySupported = 113,
+  cudaDevAttrTimelineSemaphoreInteropSupported = 114,
+  cudaDevAttrMemoryPoolsSupported = 115,
+  cudaDevAttrGPUDirectRDMASupported = 116,
+  cudaDevAttrGPUDirectRDMAFlushWritesOptions = 117,
+  cudaDevAttrGPUDirectRDMAWritesOrdering = 118,
+  cudaDevAttrMemoryPoolSupportedHandleTypes = 119,
+  cudaDevAttrClusterLaunch = 120,
+  cudaDevAttrDeferredMappingCudaArraySupported = 121,
+  cudaDevAttrReserved122 = 122,
+  cudaDevAttrReserved123 = 123,
+  cudaDevAttrReserved124 = 124,
+  cudaDevAttrIpcEventSupport = 125,
+  cudaDevAttrMemSyncDomainCount = 126,
+  cudaDevAttrReserved127 = 127,
+  cudaDevAttrReserved128 = 128,
+  cudaDevAttrReserved129 = 129,
+  cudaDevAttrNumaConfig = 130,
+  cudaDevAttrNumaId = 131,
+  cudaDevAttrReserved132 = 132,
+  cudaDevAttrMpsEnabled = 133,
+  cudaDevAttrHostNumaId = 134,
+  cudaDevAttrD3D12CigSupported = 135,
+  cudaDevAttrVulkanCigSupported = 138,
+  cudaDevAttrGpuPciDeviceId = 139,
+  cudaDevAttrGpuPciSubsystemId = 140,
+  cudaDevAttrReserved141 = 141,
+  cudaDevAttrHostNumaMemoryPoolsSupported = 142,
+  cudaDevAttrHostNumaMultinodeIpcSupported = 143,
+  cudaDevAttrHostMemoryPoolsSupported = 144,
+  cudaDevAttrReserved145 = 145,
+  cudaDevAttrOnlyPartialHostNativeAtomicSupported = 147,
+  cudaDevAttrMax = 148,
+} cudaDeviceAttr;
 
-typedef unsigned int cudaDeviceAttr;
+typedef enum cudaMemcpyKind {
+  cudaMemcpyHostToHost = 0,
+  cudaMemcpyHostToDevice = 1,
+  cudaMemcpyDeviceToHost = 2,
+  cudaMemcpyDeviceToDevice = 3,
+  cudaMemcpyDefault = 4,
+} cudaMemcpyKind;
+
+typedef enum cudaMemoryType {
+  cudaMemoryTypeUnregistered = 0,
+  cudaMemoryTypeHost = 1,
+  cudaMemoryTypeDevice = 2,
+  cudaMemoryTypeManaged = 3,
+} cudaMemoryType;
+
+typedef enum cudaStreamCaptureStatus {
+  cudaStreamCaptureStatusNone = 0,
+  cudaStreamCaptureStatusActive = 1,
+  cudaStreamCaptureStatusInvalidated = 2,
+} cudaStreamCaptureStatus;
+
+typedef enum cudaGraphExecUpdateResult {
+  cudaGraphExecUpdateSuccess = 0,
+  cudaGraphExecUpdateError = 1,
+  cudaGraphExecUpdateErrorTopologyChanged = 2,
+  cudaGraphExecUpdateErrorNodeTypeChanged = 3,
+  cudaGraphExecUpdateErrorFunctionChanged = 4,
+  cudaGraphExecUpdateErrorParametersChanged = 5,
+  cudaGraphExecUpdateErrorNotSupported = 6,
+  cudaGraphExecUpdateErrorUnsupportedFunctionChange = 7,
+  cudaGraphExecUpdateErrorAttributesChanged = 8,
+} cudaGraphExecUpdateResult;
+
+typedef enum cudaStreamCaptureMode {
+  cudaStreamCaptureModeGlobal = 0,
+  cudaStreamCaptureModeThreadLocal = 1,
+  cudaStreamCaptureModeRelaxed = 2,
+} cudaStreamCaptureMode;
+
+typedef enum cudaError cudaError_t;
 
 typedef struct CUuuid_st {
   char bytes[16];
@@ -133,12 +446,8 @@ typedef struct cudaDeviceProp {
 
 typedef CUstream_st *cudaStream_t;
 
-typedef unsigned int cudaMemcpyKind;
-
-typedef unsigned int cudaMemoryType;
-
 typedef struct cudaPointerAttributes {
-  cudaMemoryType type;
+  enum cudaMemoryType type;
   int device;
   void *devicePointer;
   void *hostPointer;
@@ -155,19 +464,15 @@ typedef CUevent_st *cudaEvent_t;
  */
 typedef void *cudaGraph_t;
 
-typedef unsigned int cudaStreamCaptureStatus;
-
 /**
  * A graph that can be launched.
  */
 typedef void *cudaGraphExec_t;
 
-typedef unsigned int cudaGraphExecUpdateResult;
-
 typedef CUgraphNode_st *cudaGraphNode_t;
 
 typedef struct cudaGraphExecUpdateResultInfo_st {
-  cudaGraphExecUpdateResult result;
+  enum cudaGraphExecUpdateResult result;
   cudaGraphNode_t errorNode;
   cudaGraphNode_t errorFromNode;
 } cudaGraphExecUpdateResultInfo_st;
@@ -178,600 +483,6 @@ typedef struct cudaGraphExecUpdateResultInfo_st cudaGraphExecUpdateResultInfo;
  * A function that a stream calls on the host.
  */
 typedef void (*cudaHostFn_t)(void *userData);
-
-typedef unsigned int cudaStreamCaptureMode;
-
-#define cudaSuccess 0
-
-#define cudaErrorInvalidValue 1
-
-#define cudaErrorMemoryAllocation 2
-
-#define cudaErrorInitializationError 3
-
-#define cudaErrorCudartUnloading 4
-
-#define cudaErrorProfilerDisabled 5
-
-#define cudaErrorProfilerNotInitialized 6
-
-#define cudaErrorProfilerAlreadyStarted 7
-
-#define cudaErrorProfilerAlreadyStopped 8
-
-#define cudaErrorInvalidConfiguration 9
-
-#define cudaErrorInvalidPitchValue 12
-
-#define cudaErrorInvalidSymbol 13
-
-#define cudaErrorInvalidHostPointer 16
-
-#define cudaErrorInvalidDevicePointer 17
-
-#define cudaErrorInvalidTexture 18
-
-#define cudaErrorInvalidTextureBinding 19
-
-#define cudaErrorInvalidChannelDescriptor 20
-
-#define cudaErrorInvalidMemcpyDirection 21
-
-#define cudaErrorAddressOfConstant 22
-
-#define cudaErrorTextureFetchFailed 23
-
-#define cudaErrorTextureNotBound 24
-
-#define cudaErrorSynchronizationError 25
-
-#define cudaErrorInvalidFilterSetting 26
-
-#define cudaErrorInvalidNormSetting 27
-
-#define cudaErrorMixedDeviceExecution 28
-
-#define cudaErrorNotYetImplemented 31
-
-#define cudaErrorMemoryValueTooLarge 32
-
-#define cudaErrorStubLibrary 34
-
-#define cudaErrorInsufficientDriver 35
-
-#define cudaErrorCallRequiresNewerDriver 36
-
-#define cudaErrorInvalidSurface 37
-
-#define cudaErrorDuplicateVariableName 43
-
-#define cudaErrorDuplicateTextureName 44
-
-#define cudaErrorDuplicateSurfaceName 45
-
-#define cudaErrorDevicesUnavailable 46
-
-#define cudaErrorIncompatibleDriverContext 49
-
-#define cudaErrorMissingConfiguration 52
-
-#define cudaErrorPriorLaunchFailure 53
-
-#define cudaErrorLaunchMaxDepthExceeded 65
-
-#define cudaErrorLaunchFileScopedTex 66
-
-#define cudaErrorLaunchFileScopedSurf 67
-
-#define cudaErrorSyncDepthExceeded 68
-
-#define cudaErrorLaunchPendingCountExceeded 69
-
-#define cudaErrorInvalidDeviceFunction 98
-
-#define cudaErrorNoDevice 100
-
-#define cudaErrorInvalidDevice 101
-
-#define cudaErrorDeviceNotLicensed 102
-
-#define cudaErrorSoftwareValidityNotEstablished 103
-
-#define cudaErrorStartupFailure 127
-
-#define cudaErrorInvalidKernelImage 200
-
-#define cudaErrorDeviceUninitialized 201
-
-#define cudaErrorMapBufferObjectFailed 205
-
-#define cudaErrorUnmapBufferObjectFailed 206
-
-#define cudaErrorArrayIsMapped 207
-
-#define cudaErrorAlreadyMapped 208
-
-#define cudaErrorNoKernelImageForDevice 209
-
-#define cudaErrorAlreadyAcquired 210
-
-#define cudaErrorNotMapped 211
-
-#define cudaErrorNotMappedAsArray 212
-
-#define cudaErrorNotMappedAsPointer 213
-
-#define cudaErrorECCUncorrectable 214
-
-#define cudaErrorUnsupportedLimit 215
-
-#define cudaErrorDeviceAlreadyInUse 216
-
-#define cudaErrorPeerAccessUnsupported 217
-
-#define cudaErrorInvalidPtx 218
-
-#define cudaErrorInvalidGraphicsContext 219
-
-#define cudaErrorNvlinkUncorrectable 220
-
-#define cudaErrorJitCompilerNotFound 221
-
-#define cudaErrorUnsupportedPtxVersion 222
-
-#define cudaErrorJitCompilationDisabled 223
-
-#define cudaErrorUnsupportedExecAffinity 224
-
-#define cudaErrorUnsupportedDevSideSync 225
-
-#define cudaErrorContained 226
-
-#define cudaErrorInvalidSource 300
-
-#define cudaErrorFileNotFound 301
-
-#define cudaErrorSharedObjectSymbolNotFound 302
-
-#define cudaErrorSharedObjectInitFailed 303
-
-#define cudaErrorOperatingSystem 304
-
-#define cudaErrorInvalidResourceHandle 400
-
-#define cudaErrorIllegalState 401
-
-#define cudaErrorLossyQuery 402
-
-#define cudaErrorSymbolNotFound 500
-
-#define cudaErrorNotReady 600
-
-#define cudaErrorIllegalAddress 700
-
-#define cudaErrorLaunchOutOfResources 701
-
-#define cudaErrorLaunchTimeout 702
-
-#define cudaErrorLaunchIncompatibleTexturing 703
-
-#define cudaErrorPeerAccessAlreadyEnabled 704
-
-#define cudaErrorPeerAccessNotEnabled 705
-
-#define cudaErrorSetOnActiveProcess 708
-
-#define cudaErrorContextIsDestroyed 709
-
-#define cudaErrorAssert 710
-
-#define cudaErrorTooManyPeers 711
-
-#define cudaErrorHostMemoryAlreadyRegistered 712
-
-#define cudaErrorHostMemoryNotRegistered 713
-
-#define cudaErrorHardwareStackError 714
-
-#define cudaErrorIllegalInstruction 715
-
-#define cudaErrorMisalignedAddress 716
-
-#define cudaErrorInvalidAddressSpace 717
-
-#define cudaErrorInvalidPc 718
-
-#define cudaErrorLaunchFailure 719
-
-#define cudaErrorCooperativeLaunchTooLarge 720
-
-#define cudaErrorTensorMemoryLeak 721
-
-#define cudaErrorNotPermitted 800
-
-#define cudaErrorNotSupported 801
-
-#define cudaErrorSystemNotReady 802
-
-#define cudaErrorSystemDriverMismatch 803
-
-#define cudaErrorCompatNotSupportedOnDevice 804
-
-#define cudaErrorMpsConnectionFailed 805
-
-#define cudaErrorMpsRpcFailure 806
-
-#define cudaErrorMpsServerNotReady 807
-
-#define cudaErrorMpsMaxClientsReached 808
-
-#define cudaErrorMpsMaxConnectionsReached 809
-
-#define cudaErrorMpsClientTerminated 810
-
-#define cudaErrorCdpNotSupported 811
-
-#define cudaErrorCdpVersionMismatch 812
-
-#define cudaErrorStreamCaptureUnsupported 900
-
-#define cudaErrorStreamCaptureInvalidated 901
-
-#define cudaErrorStreamCaptureMerge 902
-
-#define cudaErrorStreamCaptureUnmatched 903
-
-#define cudaErrorStreamCaptureUnjoined 904
-
-#define cudaErrorStreamCaptureIsolation 905
-
-#define cudaErrorStreamCaptureImplicit 906
-
-#define cudaErrorCapturedEvent 907
-
-#define cudaErrorStreamCaptureWrongThread 908
-
-#define cudaErrorTimeout 909
-
-#define cudaErrorGraphExecUpdateFailure 910
-
-#define cudaErrorExternalDevice 911
-
-#define cudaErrorInvalidClusterSize 912
-
-#define cudaErrorFunctionNotLoaded 913
-
-#define cudaErrorInvalidResourceType 914
-
-#define cudaErrorInvalidResourceConfiguration 915
-
-#define cudaErrorUnknown 999
-
-#define cudaErrorApiFailureBase 10000
-
-#define cudaMemoryTypeUnregistered 0
-
-#define cudaMemoryTypeHost 1
-
-#define cudaMemoryTypeDevice 2
-
-#define cudaMemoryTypeManaged 3
-
-#define cudaMemcpyHostToHost 0
-
-#define cudaMemcpyHostToDevice 1
-
-#define cudaMemcpyDeviceToHost 2
-
-#define cudaMemcpyDeviceToDevice 3
-
-#define cudaMemcpyDefault 4
-
-#define cudaStreamCaptureStatusNone 0
-
-#define cudaStreamCaptureStatusActive 1
-
-#define cudaStreamCaptureStatusInvalidated 2
-
-#define cudaStreamCaptureModeGlobal 0
-
-#define cudaStreamCaptureModeThreadLocal 1
-
-#define cudaStreamCaptureModeRelaxed 2
-
-#define cudaDevAttrMaxThreadsPerBlock 1
-
-#define cudaDevAttrMaxBlockDimX 2
-
-#define cudaDevAttrMaxBlockDimY 3
-
-#define cudaDevAttrMaxBlockDimZ 4
-
-#define cudaDevAttrMaxGridDimX 5
-
-#define cudaDevAttrMaxGridDimY 6
-
-#define cudaDevAttrMaxGridDimZ 7
-
-#define cudaDevAttrMaxSharedMemoryPerBlock 8
-
-#define cudaDevAttrTotalConstantMemory 9
-
-#define cudaDevAttrWarpSize 10
-
-#define cudaDevAttrMaxPitch 11
-
-#define cudaDevAttrMaxRegistersPerBlock 12
-
-#define cudaDevAttrClockRate 13
-
-#define cudaDevAttrTextureAlignment 14
-
-#define cudaDevAttrGpuOverlap 15
-
-#define cudaDevAttrMultiProcessorCount 16
-
-#define cudaDevAttrKernelExecTimeout 17
-
-#define cudaDevAttrIntegrated 18
-
-#define cudaDevAttrCanMapHostMemory 19
-
-#define cudaDevAttrComputeMode 20
-
-#define cudaDevAttrMaxTexture1DWidth 21
-
-#define cudaDevAttrMaxTexture2DWidth 22
-
-#define cudaDevAttrMaxTexture2DHeight 23
-
-#define cudaDevAttrMaxTexture3DWidth 24
-
-#define cudaDevAttrMaxTexture3DHeight 25
-
-#define cudaDevAttrMaxTexture3DDepth 26
-
-#define cudaDevAttrMaxTexture2DLayeredWidth 27
-
-#define cudaDevAttrMaxTexture2DLayeredHeight 28
-
-#define cudaDevAttrMaxTexture2DLayeredLayers 29
-
-#define cudaDevAttrSurfaceAlignment 30
-
-#define cudaDevAttrConcurrentKernels 31
-
-#define cudaDevAttrEccEnabled 32
-
-#define cudaDevAttrPciBusId 33
-
-#define cudaDevAttrPciDeviceId 34
-
-#define cudaDevAttrTccDriver 35
-
-#define cudaDevAttrMemoryClockRate 36
-
-#define cudaDevAttrGlobalMemoryBusWidth 37
-
-#define cudaDevAttrL2CacheSize 38
-
-#define cudaDevAttrMaxThreadsPerMultiProcessor 39
-
-#define cudaDevAttrAsyncEngineCount 40
-
-#define cudaDevAttrUnifiedAddressing 41
-
-#define cudaDevAttrMaxTexture1DLayeredWidth 42
-
-#define cudaDevAttrMaxTexture1DLayeredLayers 43
-
-#define cudaDevAttrMaxTexture2DGatherWidth 45
-
-#define cudaDevAttrMaxTexture2DGatherHeight 46
-
-#define cudaDevAttrMaxTexture3DWidthAlt 47
-
-#define cudaDevAttrMaxTexture3DHeightAlt 48
-
-#define cudaDevAttrMaxTexture3DDepthAlt 49
-
-#define cudaDevAttrPciDomainId 50
-
-#define cudaDevAttrTexturePitchAlignment 51
-
-#define cudaDevAttrMaxTextureCubemapWidth 52
-
-#define cudaDevAttrMaxTextureCubemapLayeredWidth 53
-
-#define cudaDevAttrMaxTextureCubemapLayeredLayers 54
-
-#define cudaDevAttrMaxSurface1DWidth 55
-
-#define cudaDevAttrMaxSurface2DWidth 56
-
-#define cudaDevAttrMaxSurface2DHeight 57
-
-#define cudaDevAttrMaxSurface3DWidth 58
-
-#define cudaDevAttrMaxSurface3DHeight 59
-
-#define cudaDevAttrMaxSurface3DDepth 60
-
-#define cudaDevAttrMaxSurface1DLayeredWidth 61
-
-#define cudaDevAttrMaxSurface1DLayeredLayers 62
-
-#define cudaDevAttrMaxSurface2DLayeredWidth 63
-
-#define cudaDevAttrMaxSurface2DLayeredHeight 64
-
-#define cudaDevAttrMaxSurface2DLayeredLayers 65
-
-#define cudaDevAttrMaxSurfaceCubemapWidth 66
-
-#define cudaDevAttrMaxSurfaceCubemapLayeredWidth 67
-
-#define cudaDevAttrMaxSurfaceCubemapLayeredLayers 68
-
-#define cudaDevAttrMaxTexture1DLinearWidth 69
-
-#define cudaDevAttrMaxTexture2DLinearWidth 70
-
-#define cudaDevAttrMaxTexture2DLinearHeight 71
-
-#define cudaDevAttrMaxTexture2DLinearPitch 72
-
-#define cudaDevAttrMaxTexture2DMipmappedWidth 73
-
-#define cudaDevAttrMaxTexture2DMipmappedHeight 74
-
-#define cudaDevAttrComputeCapabilityMajor 75
-
-#define cudaDevAttrComputeCapabilityMinor 76
-
-#define cudaDevAttrMaxTexture1DMipmappedWidth 77
-
-#define cudaDevAttrStreamPrioritiesSupported 78
-
-#define cudaDevAttrGlobalL1CacheSupported 79
-
-#define cudaDevAttrLocalL1CacheSupported 80
-
-#define cudaDevAttrMaxSharedMemoryPerMultiprocessor 81
-
-#define cudaDevAttrMaxRegistersPerMultiprocessor 82
-
-#define cudaDevAttrManagedMemory 83
-
-#define cudaDevAttrIsMultiGpuBoard 84
-
-#define cudaDevAttrMultiGpuBoardGroupID 85
-
-#define cudaDevAttrHostNativeAtomicSupported 86
-
-#define cudaDevAttrSingleToDoublePrecisionPerfRatio 87
-
-#define cudaDevAttrPageableMemoryAccess 88
-
-#define cudaDevAttrConcurrentManagedAccess 89
-
-#define cudaDevAttrComputePreemptionSupported 90
-
-#define cudaDevAttrCanUseHostPointerForRegisteredMem 91
-
-#define cudaDevAttrReserved92 92
-
-#define cudaDevAttrReserved93 93
-
-#define cudaDevAttrReserved94 94
-
-#define cudaDevAttrCooperativeLaunch 95
-
-#define cudaDevAttrReserved96 96
-
-#define cudaDevAttrMaxSharedMemoryPerBlockOptin 97
-
-#define cudaDevAttrCanFlushRemoteWrites 98
-
-#define cudaDevAttrHostRegisterSupported 99
-
-#define cudaDevAttrPageableMemoryAccessUsesHostPageTables 100
-
-#define cudaDevAttrDirectManagedMemAccessFromHost 101
-
-#define cudaDevAttrMaxBlocksPerMultiprocessor 106
-
-#define cudaDevAttrMaxPersistingL2CacheSize 108
-
-#define cudaDevAttrMaxAccessPolicyWindowSize 109
-
-#define cudaDevAttrReservedSharedMemoryPerBlock 111
-
-#define cudaDevAttrSparseCudaArraySupported 112
-
-#define cudaDevAttrHostRegisterReadOnlySupported 113
-
-#define cudaDevAttrTimelineSemaphoreInteropSupported 114
-
-#define cudaDevAttrMemoryPoolsSupported 115
-
-#define cudaDevAttrGPUDirectRDMASupported 116
-
-#define cudaDevAttrGPUDirectRDMAFlushWritesOptions 117
-
-#define cudaDevAttrGPUDirectRDMAWritesOrdering 118
-
-#define cudaDevAttrMemoryPoolSupportedHandleTypes 119
-
-#define cudaDevAttrClusterLaunch 120
-
-#define cudaDevAttrDeferredMappingCudaArraySupported 121
-
-#define cudaDevAttrReserved122 122
-
-#define cudaDevAttrReserved123 123
-
-#define cudaDevAttrReserved124 124
-
-#define cudaDevAttrIpcEventSupport 125
-
-#define cudaDevAttrMemSyncDomainCount 126
-
-#define cudaDevAttrReserved127 127
-
-#define cudaDevAttrReserved128 128
-
-#define cudaDevAttrReserved129 129
-
-#define cudaDevAttrNumaConfig 130
-
-#define cudaDevAttrNumaId 131
-
-#define cudaDevAttrReserved132 132
-
-#define cudaDevAttrMpsEnabled 133
-
-#define cudaDevAttrHostNumaId 134
-
-#define cudaDevAttrD3D12CigSupported 135
-
-#define cudaDevAttrVulkanCigSupported 138
-
-#define cudaDevAttrGpuPciDeviceId 139
-
-#define cudaDevAttrGpuPciSubsystemId 140
-
-#define cudaDevAttrReserved141 141
-
-#define cudaDevAttrHostNumaMemoryPoolsSupported 142
-
-#define cudaDevAttrHostNumaMultinodeIpcSupported 143
-
-#define cudaDevAttrHostMemoryPoolsSupported 144
-
-#define cudaDevAttrReserved145 145
-
-#define cudaDevAttrOnlyPartialHostNativeAtomicSupported 147
-
-#define cudaDevAttrMax 148
-
-#define cudaGraphExecUpdateSuccess 0
-
-#define cudaGraphExecUpdateError 1
-
-#define cudaGraphExecUpdateErrorTopologyChanged 2
-
-#define cudaGraphExecUpdateErrorNodeTypeChanged 3
-
-#define cudaGraphExecUpdateErrorFunctionChanged 4
-
-#define cudaGraphExecUpdateErrorParametersChanged 5
-
-#define cudaGraphExecUpdateErrorNotSupported 6
-
-#define cudaGraphExecUpdateErrorUnsupportedFunctionChange 7
-
-#define cudaGraphExecUpdateErrorAttributesChanged 8
 
 #ifdef __cplusplus
 extern "C" {
@@ -815,7 +526,7 @@ cudaError_t cudaDeviceSynchronize(void);
  * The caller must ensure:
  * `value` is null or writable.
  */
-cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attr, int device);
+cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attr, int device);
 
 /**
  * Properties of a device, those of the modelled one.
@@ -975,7 +686,7 @@ cudaError_t cudaFreeAsync(void *devPtr, cudaStream_t hStream);
  * The caller must ensure:
  * Both ranges have `count` bytes.
  */
-cudaError_t cudaMemcpy(void *dst, const void *src, size_t count, cudaMemcpyKind kind);
+cudaError_t cudaMemcpy(void *dst, const void *src, size_t count, enum cudaMemcpyKind kind);
 
 /**
  * Copies in stream order.
@@ -986,7 +697,7 @@ cudaError_t cudaMemcpy(void *dst, const void *src, size_t count, cudaMemcpyKind 
 cudaError_t cudaMemcpyAsync(void *dst,
                             const void *src,
                             size_t count,
-                            cudaMemcpyKind kind,
+                            enum cudaMemcpyKind kind,
                             cudaStream_t stream);
 
 /**
@@ -1001,7 +712,7 @@ cudaError_t cudaMemcpy2D(void *dst,
                          size_t spitch,
                          size_t width,
                          size_t height,
-                         cudaMemcpyKind kind);
+                         enum cudaMemcpyKind kind);
 
 /**
  * Copies rows in stream order.
@@ -1015,7 +726,7 @@ cudaError_t cudaMemcpy2DAsync(void *dst,
                               size_t spitch,
                               size_t width,
                               size_t height,
-                              cudaMemcpyKind kind,
+                              enum cudaMemcpyKind kind,
                               cudaStream_t stream);
 
 /**
@@ -1173,7 +884,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *pGraph);
  * The caller must ensure:
  * `pCaptureStatus` is null or writable.
  */
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *pCaptureStatus);
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *pCaptureStatus);
 
 /**
  * Status and id of a stream's capture; graph and dependencies are not told.
@@ -1182,7 +893,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *
  * All pointers are null or writable.
  */
 cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream,
-                                        cudaStreamCaptureStatus *captureStatus_out,
+                                        enum cudaStreamCaptureStatus *captureStatus_out,
                                         uint64_t *id_out,
                                         cudaGraph_t *graph_out,
                                         const void **dependencies_out,

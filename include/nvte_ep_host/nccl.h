@@ -50,7 +50,56 @@ typedef struct ncclWindow_vidmem ncclWindow_vidmem;
 
 #define NCCL_WIN_REQUIRED_ALIGNMENT 4096
 
-typedef unsigned int ncclResult_t;
+typedef enum ncclResult_t {
+  ncclSuccess = 0,
+  ncclUnhandledCudaError = 1,
+  ncclSystemError = 2,
+  ncclInternalError = 3,
+  ncclInvalidArgument = 4,
+  ncclInvalidUsage = 5,
+  ncclRemoteError = 6,
+  ncclInProgress = 7,
+  ncclTimeout = 8,
+  ncclNumResults = 9,
+} ncclResult_t;
+
+typedef enum ncclGinType_t {
+  NCCL_GIN_TYPE_NONE = 0,
+  NCCL_GIN_TYPE_PROXY = 2,
+  NCCL_GIN_TYPE_GDAKI = 3,
+  NCCL_GIN_TYPE_GPI = 4,
+} ncclGinType_t;
+
+typedef enum ncclDataType_t {
+  ncclInt8 = 0,
+  ncclChar = 0,
+  ncclUint8 = 1,
+  ncclInt32 = 2,
+  ncclInt = 2,
+  ncclUint32 = 3,
+  ncclInt64 = 4,
+  ncclUint64 = 5,
+  ncclFloat16 = 6,
+  ncclHalf = 6,
+  ncclFloat32 = 7,
+  ncclFloat = 7,
+  ncclFloat64 = 8,
+  ncclDouble = 8,
+  ncclBfloat16 = 9,
+  ncclFloat8e4m3 = 10,
+  ncclFloat8e5m2 = 11,
+  ncclNumTypes = 12,
+} ncclDataType_t;
+
+typedef enum ncclRedOp_t {
+  ncclSum = 0,
+  ncclProd = 1,
+  ncclMax = 2,
+  ncclMin = 3,
+  ncclAvg = 4,
+  ncclNumOps = 5,
+  ncclMaxRedOp = 2147483647,
+} ncclRedOp_t;
 
 typedef struct ncclUniqueId {
   char internal[128];
@@ -84,8 +133,6 @@ typedef struct ncclConfig_v23000 {
 
 typedef struct ncclConfig_v23000 ncclConfig_t;
 
-typedef unsigned int ncclGinType_t;
-
 typedef struct ncclCommProperties {
   size_t size;
   unsigned int magic;
@@ -96,97 +143,15 @@ typedef struct ncclCommProperties {
   int nvmlDev;
   bool deviceApiSupport;
   bool multimemSupport;
-  ncclGinType_t ginType;
+  enum ncclGinType_t ginType;
   int nLsaTeams;
   bool hostRmaSupport;
-  ncclGinType_t railedGinType;
+  enum ncclGinType_t railedGinType;
 } ncclCommProperties;
 
 typedef struct ncclCommProperties ncclCommProperties_t;
 
-typedef unsigned int ncclDataType_t;
-
-typedef unsigned int ncclRedOp_t;
-
 typedef ncclWindow_vidmem *ncclWindow_t;
-
-#define ncclSuccess 0
-
-#define ncclUnhandledCudaError 1
-
-#define ncclSystemError 2
-
-#define ncclInternalError 3
-
-#define ncclInvalidArgument 4
-
-#define ncclInvalidUsage 5
-
-#define ncclRemoteError 6
-
-#define ncclInProgress 7
-
-#define ncclTimeout 8
-
-#define ncclNumResults 9
-
-#define ncclSum 0
-
-#define ncclProd 1
-
-#define ncclMax 2
-
-#define ncclMin 3
-
-#define ncclAvg 4
-
-#define ncclNumOps 5
-
-#define ncclMaxRedOp 2147483647
-
-#define ncclInt8 0
-
-#define ncclChar 0
-
-#define ncclUint8 1
-
-#define ncclInt32 2
-
-#define ncclInt 2
-
-#define ncclUint32 3
-
-#define ncclInt64 4
-
-#define ncclUint64 5
-
-#define ncclFloat16 6
-
-#define ncclHalf 6
-
-#define ncclFloat32 7
-
-#define ncclFloat 7
-
-#define ncclFloat64 8
-
-#define ncclDouble 8
-
-#define ncclBfloat16 9
-
-#define ncclFloat8e4m3 10
-
-#define ncclFloat8e5m2 11
-
-#define ncclNumTypes 12
-
-#define NCCL_GIN_TYPE_NONE 0
-
-#define NCCL_GIN_TYPE_PROXY 2
-
-#define NCCL_GIN_TYPE_GDAKI 3
-
-#define NCCL_GIN_TYPE_GPI 4
 
 #ifdef __cplusplus
 extern "C" {
@@ -198,7 +163,7 @@ extern "C" {
  * The caller must ensure:
  * `version` is null or writable.
  */
-ncclResult_t ncclGetVersion(int *version);
+enum ncclResult_t ncclGetVersion(int *version);
 
 /**
  * A fresh id for a communicator; it names a rendezvous file.
@@ -206,7 +171,7 @@ ncclResult_t ncclGetVersion(int *version);
  * The caller must ensure:
  * `uniqueId` is null or writable.
  */
-ncclResult_t ncclGetUniqueId(struct ncclUniqueId *uniqueId);
+enum ncclResult_t ncclGetUniqueId(struct ncclUniqueId *uniqueId);
 
 /**
  * Creates one rank of a communicator; collective, and inside a group done by `ncclGroupEnd`.
@@ -214,7 +179,7 @@ ncclResult_t ncclGetUniqueId(struct ncclUniqueId *uniqueId);
  * The caller must ensure:
  * `comm` is writable, inside a group until it ends.
  */
-ncclResult_t ncclCommInitRank(ncclComm_t *comm, int nranks, struct ncclUniqueId commId, int rank);
+enum ncclResult_t ncclCommInitRank(ncclComm_t *comm, int nranks, struct ncclUniqueId commId, int rank);
 
 /**
  * As `ncclCommInitRank`; nothing that a configuration asks for has a meaning here.
@@ -222,11 +187,11 @@ ncclResult_t ncclCommInitRank(ncclComm_t *comm, int nranks, struct ncclUniqueId 
  * The caller must ensure:
  * `comm` is writable, inside a group until it ends; `config` is null or valid.
  */
-ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm,
-                                    int nranks,
-                                    struct ncclUniqueId commId,
-                                    int rank,
-                                    ncclConfig_t *config);
+enum ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm,
+                                         int nranks,
+                                         struct ncclUniqueId commId,
+                                         int rank,
+                                         ncclConfig_t *config);
 
 /**
  * Creates a communicator over devices of this process, one rank a device.
@@ -234,7 +199,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm,
  * The caller must ensure:
  * `comm` has room for `ndev` communicators, `devlist` is null or holds `ndev` ordinals.
  */
-ncclResult_t ncclCommInitAll(ncclComm_t *comm, int ndev, const int *devlist);
+enum ncclResult_t ncclCommInitAll(ncclComm_t *comm, int ndev, const int *devlist);
 
 /**
  * Creates communicators over the ranks that give the same `color`, by `key` and rank; collective, and inside a group done
@@ -243,11 +208,11 @@ ncclResult_t ncclCommInitAll(ncclComm_t *comm, int ndev, const int *devlist);
  * The caller must ensure:
  * `newcomm` is writable, inside a group until it ends; `config` is null or valid.
  */
-ncclResult_t ncclCommSplit(ncclComm_t comm,
-                           int color,
-                           int key,
-                           ncclComm_t *newcomm,
-                           ncclConfig_t *config);
+enum ncclResult_t ncclCommSplit(ncclComm_t comm,
+                                int color,
+                                int key,
+                                ncclComm_t *newcomm,
+                                ncclConfig_t *config);
 
 /**
  * Waits for the communicator's operations.
@@ -255,7 +220,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm,
  * The caller must ensure:
  * Always safe to call; an unknown communicator is refused.
  */
-ncclResult_t ncclCommFinalize(ncclComm_t comm);
+enum ncclResult_t ncclCommFinalize(ncclComm_t comm);
 
 /**
  * Destroys a communicator after its operations.
@@ -263,7 +228,7 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm);
  * The caller must ensure:
  * Always safe to call; an unknown communicator is refused.
  */
-ncclResult_t ncclCommDestroy(ncclComm_t comm);
+enum ncclResult_t ncclCommDestroy(ncclComm_t comm);
 
 /**
  * Ends a communicator's operations, for the peers with an error, and destroys it.
@@ -271,7 +236,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm);
  * The caller must ensure:
  * Always safe to call; an unknown communicator is refused.
  */
-ncclResult_t ncclCommAbort(ncclComm_t comm);
+enum ncclResult_t ncclCommAbort(ncclComm_t comm);
 
 /**
  * Whether an operation of the communicator, or of an EP group over it, has failed.
@@ -279,7 +244,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm);
  * The caller must ensure:
  * `asyncError` is null or writable.
  */
-ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *asyncError);
+enum ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, enum ncclResult_t *asyncError);
 
 /**
  * Number of ranks.
@@ -287,7 +252,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *asyncError);
  * The caller must ensure:
  * `count` is null or writable.
  */
-ncclResult_t ncclCommCount(ncclComm_t comm, int *count);
+enum ncclResult_t ncclCommCount(ncclComm_t comm, int *count);
 
 /**
  * This rank.
@@ -295,7 +260,7 @@ ncclResult_t ncclCommCount(ncclComm_t comm, int *count);
  * The caller must ensure:
  * `rank` is null or writable.
  */
-ncclResult_t ncclCommUserRank(ncclComm_t comm, int *rank);
+enum ncclResult_t ncclCommUserRank(ncclComm_t comm, int *rank);
 
 /**
  * Device of this rank.
@@ -303,7 +268,7 @@ ncclResult_t ncclCommUserRank(ncclComm_t comm, int *rank);
  * The caller must ensure:
  * `device` is null or writable.
  */
-ncclResult_t ncclCommCuDevice(ncclComm_t comm, int *device);
+enum ncclResult_t ncclCommCuDevice(ncclComm_t comm, int *device);
 
 /**
  * Rank, number of ranks, device, and what the communicator can do.
@@ -311,7 +276,7 @@ ncclResult_t ncclCommCuDevice(ncclComm_t comm, int *device);
  * The caller must ensure:
  * `props` is null or valid.
  */
-ncclResult_t ncclCommQueryProperties(ncclComm_t comm, ncclCommProperties_t *props);
+enum ncclResult_t ncclCommQueryProperties(ncclComm_t comm, ncclCommProperties_t *props);
 
 /**
  * Gathers `sendcount` elements of every rank.
@@ -319,12 +284,12 @@ ncclResult_t ncclCommQueryProperties(ncclComm_t comm, ncclCommProperties_t *prop
  * The caller must ensure:
  * `sendbuff` has `sendcount` elements, `recvbuff` that many for each rank, both until the stream has got there.
  */
-ncclResult_t ncclAllGather(const void *sendbuff,
-                           void *recvbuff,
-                           size_t sendcount,
-                           ncclDataType_t datatype,
-                           ncclComm_t comm,
-                           cudaStream_t stream);
+enum ncclResult_t ncclAllGather(const void *sendbuff,
+                                void *recvbuff,
+                                size_t sendcount,
+                                enum ncclDataType_t datatype,
+                                ncclComm_t comm,
+                                cudaStream_t stream);
 
 /**
  * Reduces `count` elements over the ranks; everyone gets the result.
@@ -332,13 +297,13 @@ ncclResult_t ncclAllGather(const void *sendbuff,
  * The caller must ensure:
  * Both buffers have `count` elements until the stream has got there.
  */
-ncclResult_t ncclAllReduce(const void *sendbuff,
-                           void *recvbuff,
-                           size_t count,
-                           ncclDataType_t datatype,
-                           ncclRedOp_t op,
-                           ncclComm_t comm,
-                           cudaStream_t stream);
+enum ncclResult_t ncclAllReduce(const void *sendbuff,
+                                void *recvbuff,
+                                size_t count,
+                                enum ncclDataType_t datatype,
+                                enum ncclRedOp_t op,
+                                ncclComm_t comm,
+                                cudaStream_t stream);
 
 /**
  * Reduces `count` elements over the ranks; the root gets the result.
@@ -346,14 +311,14 @@ ncclResult_t ncclAllReduce(const void *sendbuff,
  * The caller must ensure:
  * `sendbuff`, and on the root `recvbuff`, have `count` elements until the stream has got there.
  */
-ncclResult_t ncclReduce(const void *sendbuff,
-                        void *recvbuff,
-                        size_t count,
-                        ncclDataType_t datatype,
-                        ncclRedOp_t op,
-                        int root,
-                        ncclComm_t comm,
-                        cudaStream_t stream);
+enum ncclResult_t ncclReduce(const void *sendbuff,
+                             void *recvbuff,
+                             size_t count,
+                             enum ncclDataType_t datatype,
+                             enum ncclRedOp_t op,
+                             int root,
+                             ncclComm_t comm,
+                             cudaStream_t stream);
 
 /**
  * Reduces `recvcount` elements for each rank; rank i gets the i-th part of the result.
@@ -361,13 +326,13 @@ ncclResult_t ncclReduce(const void *sendbuff,
  * The caller must ensure:
  * `recvbuff` has `recvcount` elements, `sendbuff` that many for each rank, both until the stream has got there.
  */
-ncclResult_t ncclReduceScatter(const void *sendbuff,
-                               void *recvbuff,
-                               size_t recvcount,
-                               ncclDataType_t datatype,
-                               ncclRedOp_t op,
-                               ncclComm_t comm,
-                               cudaStream_t stream);
+enum ncclResult_t ncclReduceScatter(const void *sendbuff,
+                                    void *recvbuff,
+                                    size_t recvcount,
+                                    enum ncclDataType_t datatype,
+                                    enum ncclRedOp_t op,
+                                    ncclComm_t comm,
+                                    cudaStream_t stream);
 
 /**
  * Sends `count` elements to `peer`, which has to receive them; inside a group done by `ncclGroupEnd`, side by side with the
@@ -376,12 +341,12 @@ ncclResult_t ncclReduceScatter(const void *sendbuff,
  * The caller must ensure:
  * `sendbuff` has `count` elements until the stream has got there.
  */
-ncclResult_t ncclSend(const void *sendbuff,
-                      size_t count,
-                      ncclDataType_t datatype,
-                      int peer,
-                      ncclComm_t comm,
-                      cudaStream_t stream);
+enum ncclResult_t ncclSend(const void *sendbuff,
+                           size_t count,
+                           enum ncclDataType_t datatype,
+                           int peer,
+                           ncclComm_t comm,
+                           cudaStream_t stream);
 
 /**
  * Receives `count` elements that `peer` sends; inside a group done by `ncclGroupEnd`, side by side with the group's other
@@ -390,12 +355,12 @@ ncclResult_t ncclSend(const void *sendbuff,
  * The caller must ensure:
  * `recvbuff` has `count` elements until the stream has got there.
  */
-ncclResult_t ncclRecv(void *recvbuff,
-                      size_t count,
-                      ncclDataType_t datatype,
-                      int peer,
-                      ncclComm_t comm,
-                      cudaStream_t stream);
+enum ncclResult_t ncclRecv(void *recvbuff,
+                           size_t count,
+                           enum ncclDataType_t datatype,
+                           int peer,
+                           ncclComm_t comm,
+                           cudaStream_t stream);
 
 /**
  * Copies the root's `count` elements to every rank.
@@ -403,13 +368,13 @@ ncclResult_t ncclRecv(void *recvbuff,
  * The caller must ensure:
  * `recvbuff`, and on the root `sendbuff`, have `count` elements until the stream has got there.
  */
-ncclResult_t ncclBroadcast(const void *sendbuff,
-                           void *recvbuff,
-                           size_t count,
-                           ncclDataType_t datatype,
-                           int root,
-                           ncclComm_t comm,
-                           cudaStream_t stream);
+enum ncclResult_t ncclBroadcast(const void *sendbuff,
+                                void *recvbuff,
+                                size_t count,
+                                enum ncclDataType_t datatype,
+                                int root,
+                                ncclComm_t comm,
+                                cudaStream_t stream);
 
 /**
  * Starts a group: communicators created and windows registered in it are set up at the same time, and sends and receives
@@ -418,7 +383,7 @@ ncclResult_t ncclBroadcast(const void *sendbuff,
  * The caller must ensure:
  * Always safe to call.
  */
-ncclResult_t ncclGroupStart(void);
+enum ncclResult_t ncclGroupStart(void);
 
 /**
  * Ends a group.
@@ -426,7 +391,7 @@ ncclResult_t ncclGroupStart(void);
  * The caller must ensure:
  * The addresses given to `ncclCommInitRank` and `ncclCommWindowRegister` in the group are still writable.
  */
-ncclResult_t ncclGroupEnd(void);
+enum ncclResult_t ncclGroupEnd(void);
 
 /**
  * Allocates memory that can be registered as a window.
@@ -434,7 +399,7 @@ ncclResult_t ncclGroupEnd(void);
  * The caller must ensure:
  * `ptr` is null or writable.
  */
-ncclResult_t ncclMemAlloc(void **ptr, size_t size);
+enum ncclResult_t ncclMemAlloc(void **ptr, size_t size);
 
 /**
  * Frees memory of `ncclMemAlloc` after all work of the device.
@@ -442,7 +407,7 @@ ncclResult_t ncclMemAlloc(void **ptr, size_t size);
  * The caller must ensure:
  * Nobody uses the memory any more.
  */
-ncclResult_t ncclMemFree(void *ptr);
+enum ncclResult_t ncclMemFree(void *ptr);
 
 /**
  * Registers memory of `ncclMemAlloc` as a window; with `NCCL_WIN_COLL_SYMMETRIC` collective, and inside a group done by
@@ -451,11 +416,11 @@ ncclResult_t ncclMemFree(void *ptr);
  * The caller must ensure:
  * `win` is null or writable, inside a group until it ends; the memory stays until the window is deregistered.
  */
-ncclResult_t ncclCommWindowRegister(ncclComm_t comm,
-                                    void *buff,
-                                    size_t size,
-                                    ncclWindow_t *win,
-                                    int winFlags);
+enum ncclResult_t ncclCommWindowRegister(ncclComm_t comm,
+                                         void *buff,
+                                         size_t size,
+                                         ncclWindow_t *win,
+                                         int winFlags);
 
 /**
  * Ends the registration of a window.
@@ -463,7 +428,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm,
  * The caller must ensure:
  * No operation uses the window any more.
  */
-ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t win);
+enum ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t win);
 
 /**
  * The address that a window was registered with.
@@ -471,7 +436,7 @@ ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t win);
  * The caller must ensure:
  * `outUserPtr` is null or writable.
  */
-ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t win, void **outUserPtr);
+enum ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t win, void **outUserPtr);
 
 /**
  * Address at which this process reaches a peer's part of a symmetric window.
@@ -479,7 +444,7 @@ ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t win, void **outUser
  * The caller must ensure:
  * `outPtr` is null or writable.
  */
-ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, size_t offset, int peer, void **outPtr);
+enum ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, size_t offset, int peer, void **outPtr);
 
 /**
  * Description of a result code.
@@ -487,7 +452,7 @@ ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, size_t offset, int pe
  * The caller must ensure:
  * Always safe to call.
  */
-const char *ncclGetErrorString(ncclResult_t result);
+const char *ncclGetErrorString(enum ncclResult_t result);
 
 /**
  * Text of the last error in this process; valid until the next call on this thread.
