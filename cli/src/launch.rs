@@ -4,7 +4,7 @@ use crate::Outcome;
 use crate::args::LaunchArgs;
 use crate::directory::PrivateDirectory;
 use crate::guard::Guard;
-use crate::process::{Echo, Ending, Rank, lost_output, next_signal, on_signals};
+use crate::process::{Echo, Ending, Rank, lost_output, next_signal, on_signals, say};
 use crate::supervise::plural_ranks;
 use nvte_ep_core::env::RuntimeKind;
 use nvte_ep_core::sys::own_directories;
@@ -45,7 +45,7 @@ pub fn run(args: &LaunchArgs, runtime: RuntimeKind) -> Outcome<ExitCode> {
     let code = report(&ranks, outcome?);
     Ok(match lost_output() {
         Some(error) => {
-            eprintln!("nvte-ep launch: {error}");
+            say(format_args!("nvte-ep launch: {error}"));
             if code == 0 { ExitCode::FAILURE } else { ExitCode::from(code) }
         }
         None => ExitCode::from(code),
@@ -223,7 +223,7 @@ fn report(ranks: &[Rank], end: End) -> u8 {
         }
         (Cause::TimeOut, _) | (Cause::Failure, []) => ("the time was up".to_owned(), TIME_OUT),
     };
-    eprintln!("nvte-ep launch: {head}");
+    say(format_args!("nvte-ep launch: {head}"));
     let told = if cause == Cause::Failure && first.len() == 1 { Some(first[0].0) } else { None };
     let mut endings: Vec<(Ending, Vec<usize>)> = Vec::new();
     for (rank, ending) in ranks.iter().enumerate().filter_map(|(number, rank)| Some((number, rank.ending()?))) {
@@ -238,7 +238,7 @@ fn report(ranks: &[Rank], end: End) -> u8 {
     for (ending, list) in endings {
         let text = ending.to_string();
         let text = if list.len() > 1 { text.replacen("was ", "were ", 1) } else { text };
-        eprintln!("  {} {text}", plural_ranks(&list));
+        say(format_args!("  {} {text}", plural_ranks(&list)));
     }
     code
 }

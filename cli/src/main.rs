@@ -9,6 +9,8 @@
 //! [`mod@reference`], [`emulate`], [`compare`]: what should come out. [`report`], [`digest`]: what is printed. [`mod@plot`]: pictures
 //! of it. [`warmup`]: kernels compiled before a job.
 
+#![deny(clippy::print_stderr, reason = "eprintln! panics where stderr is full or closed; process::say does not")]
+
 mod args;
 mod bench;
 mod compare;
@@ -48,6 +50,7 @@ use half::{bf16, f16};
 use launched::LaunchedRank;
 use nvte_ep_core::env::RuntimeKind;
 use nvte_ep_core::error::Error;
+use process::say;
 use progress::Progress;
 use rendezvous::Rendezvous;
 use report::{Head, RankReport, RunReport};
@@ -138,7 +141,7 @@ fn main() -> ExitCode {
 /// The exit code of a subcommand, after its error is printed.
 fn finish(subcommand: &str, outcome: Outcome<ExitCode>) -> ExitCode {
     outcome.unwrap_or_else(|error| {
-        eprintln!("nvte-ep {subcommand}: {error}");
+        say(format_args!("nvte-ep {subcommand}: {error}"));
         ExitCode::FAILURE
     })
 }
@@ -146,7 +149,7 @@ fn finish(subcommand: &str, outcome: Outcome<ExitCode>) -> ExitCode {
 /// Ends with what clap has to say, help and the version included; with an error where that cannot be written.
 fn end_by_clap(error: &clap::Error) -> ! {
     if let (false, Err(lost)) = (error.use_stderr(), error.print().and_then(|()| std::io::stdout().flush())) {
-        eprintln!("nvte-ep: cannot write to standard output: {lost}");
+        say(format_args!("nvte-ep: cannot write to standard output: {lost}"));
         std::process::exit(1);
     }
     std::process::exit(error.exit_code());
@@ -216,7 +219,7 @@ fn parent(command: &Job) -> Outcome<ExitCode> {
             Ok(ranks) => reported.push(Reported { problem, choice, plan, ranks }),
             Err(signal) => {
                 let signal = signal.as_raw();
-                eprintln!("nvte-ep {}: ended by signal {signal}", command.name());
+                say(format_args!("nvte-ep {}: ended by signal {signal}", command.name()));
                 return Ok(ExitCode::from(process::Ending::Signal(signal).exit_code()));
             }
         }
@@ -227,8 +230,8 @@ fn parent(command: &Job) -> Outcome<ExitCode> {
 /// Tells whoever watches a terminal what is about to run; the report says it again.
 fn announce(choice: &Choice, plan: &Plan) {
     if std::io::stderr().is_terminal() {
-        eprintln!("{} runtime: {}", choice.kind.name(), choice.reason);
-        plan.notes.iter().for_each(|note| eprintln!("{note}"));
+        say(format_args!("{} runtime: {}", choice.kind.name(), choice.reason));
+        plan.notes.iter().for_each(say);
     }
 }
 
@@ -319,7 +322,7 @@ fn bench_text(args: &BenchArgs, reported: &[Reported]) -> Outcome<(String, bool)
         plot::write(&plot::of_bench(&report), folder, &[plot::Format::Svg])?;
     }
     if !passed && args.csv {
-        eprint!("{}", report::failures(&all));
+        say(report::failures(&all).trim_end());
     }
     Ok((text, passed))
 }
@@ -365,7 +368,7 @@ fn launched_rank(command: &Job, launched: &LaunchedRank) -> Outcome<ExitCode> {
         Rank { command, problem: &problem, rank, local_rank, max_sms: plan.max_sms }.run(&rendezvous, &progress)?;
     progress.finish();
     if let Some(error) = report.error {
-        eprintln!("nvte-ep {}: rank {} failed: {error}", command.name(), launched.rank);
+        say(format_args!("nvte-ep {}: rank {} failed: {error}", command.name(), launched.rank));
         rendezvous.abandon();
         return Ok(ExitCode::FAILURE);
     }
@@ -442,7 +445,7 @@ fn watchdog(command: &'static str, rank: usize, rendezvous: Arc<Rendezvous>, pro
                 }
                 _ => format!("time ran out after {} s in {}", limit.as_secs(), progress.now()),
             };
-            eprintln!("nvte-ep {command}: rank {rank}: {error}");
+            say(format_args!("nvte-ep {command}: rank {rank}: {error}"));
             let report = RankReport { rank, error: Some(error), ..RankReport::default() };
             // The process ends either way.
             drop(rendezvous.publish(&report));

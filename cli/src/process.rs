@@ -211,6 +211,12 @@ fn write_line(rank: usize, line: &[u8], end: u8, echo: Echo) {
     }
 }
 
+/// Says a line on standard error. Unlike `eprintln!`, it does not panic where that is full or nobody reads it any more: the exit
+/// code still tells.
+pub fn say(line: impl std::fmt::Display) {
+    let _ = writeln!(std::io::stderr().lock(), "{line}");
+}
+
 /// Set by the signal handler: a bit for each signal that has come.
 static SIGNALS: AtomicU64 = AtomicU64::new(0);
 

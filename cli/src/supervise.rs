@@ -139,8 +139,26 @@ fn watch(start: &Start, directory: &Path, ranks: &mut [Rank]) -> Outcome<Result<
     Ok(Ok(reports))
 }
 
-/// "rank 3" or "ranks 1, 3".
+/// "rank 3", "ranks 1, 3" or "ranks 0-2, 5", of ranks in their order.
 pub fn plural_ranks(ranks: &[usize]) -> String {
-    let list: Vec<String> = ranks.iter().map(ToString::to_string).collect();
-    format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, list.join(", "))
+    let runs = ranks.chunk_by(|before, after| before + 1 == *after);
+    let list = runs.map(|run| match run {
+        [first, .., last] if run.len() > 2 => format!("{first}-{last}"),
+        run => run.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
+    });
+    format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, list.collect::<Vec<_>>().join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::plural_ranks;
+
+    #[test]
+    fn ranks_in_a_row_are_a_range() {
+        let all: Vec<usize> = (0..65).collect();
+        assert_eq!(plural_ranks(&all), "ranks 0-64");
+        assert_eq!(plural_ranks(&[3]), "rank 3");
+        assert_eq!(plural_ranks(&[0, 1]), "ranks 0, 1");
+        assert_eq!(plural_ranks(&[0, 1, 2, 5, 7, 8, 9]), "ranks 0-2, 5, 7-9");
+    }
 }

@@ -305,6 +305,26 @@ fn output_that_cannot_be_written_is_an_error() {
     }
 }
 
+/// The exit code tells how the ranks ended, whoever reads what they said.
+#[test]
+fn the_exit_code_does_not_depend_on_who_reads_stderr() {
+    let full = || Stdio::from(std::fs::File::options().write(true).open("/dev/full").unwrap());
+    let closed = || Stdio::from(std::io::pipe().unwrap().1);
+    let code = |program: &[&str], stderr: Stdio| {
+        let mut command = launch(&[&["-n", "2", "--grace", "1", "--"], program].concat());
+        let child = command.stdout(Stdio::null()).stderr(stderr).spawn().unwrap();
+        let _limit = limited(&child);
+        child.wait_with_output().unwrap().status.code()
+    };
+    let failing = ["sh", "-c", "echo x >&2; exit 3"];
+    assert_eq!(code(&["true"], full()), Some(0));
+    assert_eq!(code(&failing, full()), Some(3));
+    assert_eq!(code(&failing, closed()), Some(3));
+    // As with standard output: what a rank said is lost.
+    assert_eq!(code(&["sh", "-c", "echo x >&2"], full()), Some(1));
+    assert_eq!(code(&["/no/such/program"], closed()), Some(1));
+}
+
 #[test]
 fn standard_input_is_empty() {
     let output = shell("2", "wc -c");
