@@ -5,19 +5,16 @@
 
 #include <cuda_runtime_api.h>
 #include <nccl.h>
-#include <unistd.h>
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <exception>
-#include <fstream>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <vector>
+
+#include "rendezvous.h"
 
 inline void check_cuda(cudaError_t code) {
   if (code != cudaSuccess) throw std::runtime_error(cudaGetErrorString(code));
@@ -30,33 +27,10 @@ inline void check_nccl(ncclResult_t code) {
 
 // A rank's place, from the variables of torchrun and `nvte-ep launch`, or of Open MPI's mpirun. One rank without any.
 struct Place {
-  int rank = number("RANK", "OMPI_COMM_WORLD_RANK", 0);
-  int size = number("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", 1);
-  int local_rank = number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", 0);
-
-  static int number(const char* first, const char* second, int otherwise) {
-    const char* text = std::getenv(first);
-    if (text == nullptr) text = std::getenv(second);
-    return text == nullptr ? otherwise : std::atoi(text);
-  }
+  int rank = find_rank();
+  int size = find_size();
+  int local_rank = find_local_rank();
 };
-
-// A file that all ranks of this run on this machine know: their launcher is their parent, and no other process of the
-// machine's life has its number and its start time. NVTE_EP_EXAMPLE_RENDEZVOUS names another, on a shared file system
-// for several machines.
-inline std::string rendezvous_file() {
-  if (const char* named = std::getenv("NVTE_EP_EXAMPLE_RENDEZVOUS")) return named;
-  const std::string parent = std::to_string(getppid());
-  std::ifstream stat("/proc/" + parent + "/stat");
-  std::string text((std::istreambuf_iterator<char>(stat)), std::istreambuf_iterator<char>());
-  std::string field;
-  std::size_t at = text.rfind(')');  // the name before it may hold blanks
-  for (int i = 2; i < 22 && at != std::string::npos; ++i) at = text.find(' ', at + 1);
-  const std::string started = at == std::string::npos ? "" : text.substr(at + 1, text.find(' ', at + 1) - at - 1);
-  const char* folder = std::getenv("TMPDIR");
-  return std::string(folder == nullptr ? "/tmp" : folder) + "/nvte_ep_example_" + std::to_string(getuid()) + "_" +
-         parent + "_" + started;
-}
 
 // The communicator of all ranks, each on a device of its own as far as there are enough.
 class Communicator {
@@ -65,22 +39,10 @@ class Communicator {
     int devices = 0;
     check_cuda(cudaGetDeviceCount(&devices));
     check_cuda(cudaSetDevice(place.local_rank % devices));
-    const std::string file = rendezvous_file();
     ncclUniqueId id;
-    if (place.rank == 0) {
-      check_nccl(ncclGetUniqueId(&id));
-      const std::string unfinished = file + ".new";
-      std::ofstream(unfinished, std::ios::binary).write(id.internal, sizeof id.internal);
-      if (std::rename(unfinished.c_str(), file.c_str()) != 0) throw std::runtime_error("cannot write " + file);
-    } else {
-      for (int tries = 0;; ++tries) {
-        if (std::ifstream(file, std::ios::binary).read(id.internal, sizeof id.internal)) break;
-        if (tries == 6000) throw std::runtime_error("rank 0 did not write " + file + " within 60 s");
-        std::this_thread::sleep_for(std::chrono::milliseconds(10));
-      }
-    }
+    if (!share_id(&id, place.rank)) throw std::runtime_error("rank 0's ncclUniqueId did not come");
     const ncclResult_t code = ncclCommInitRank(&comm_, place.size, id, place.rank);
-    if (place.rank == 0) std::remove(file.c_str());  // every rank has read it by now
+    forget_id(place.rank);
     check_nccl(code);
   }
   ~Communicator() { ncclCommDestroy(comm_); }
