@@ -29,6 +29,8 @@ pub enum Error {
         device: Option<i32>,
         /// Devices of this process that were initialized.
         initialized: Vec<i32>,
+        /// Whether the current device had one.
+        was_ended: bool,
     },
     /// `nvte_ep_initialize` for a device that has a group already.
     AlreadyInitialized {
@@ -130,11 +132,14 @@ impl fmt::Display for Error {
                 write!(f, "{argument} {required}, got {found}")?;
                 remedy.as_ref().map_or(Ok(()), |remedy| write!(f, "; {remedy}"))
             }
-            Self::NotInitialized { device: Some(device), initialized } if !initialized.is_empty() => write!(
+            Self::NotInitialized { device: Some(device), initialized, .. } if !initialized.is_empty() => write!(
                 f,
                 "there is no EP group on device {device}, the calling thread's current device, but on {initialized:?}: \
                  set the current device to the group's before the call"
             ),
+            Self::NotInitialized { was_ended: true, .. } => {
+                f.write_str("there is no EP group: nvte_ep_shutdown ended it; call nvte_ep_initialize for another")
+            }
             Self::NotInitialized { .. } => f.write_str("there is no EP group: call nvte_ep_initialize first"),
             Self::AlreadyInitialized { device } => {
                 write!(f, "device {device} has an EP group already: call nvte_ep_shutdown before initializing again")

@@ -273,6 +273,8 @@ enum Trouble {
 pub(crate) struct Reason {
     /// Whether waiting longer cannot help.
     pub(crate) futile: bool,
+    /// Whether a rank that can be seen has not come.
+    pub(crate) is_missing: bool,
     /// In words.
     pub(crate) text: String,
 }
@@ -287,7 +289,24 @@ pub(crate) struct Progress {
     /// Calls of this rank.
     calls: AtomicU64,
     /// Held while this rank's note is written: callers refuse calls, and the watch gives up.
-    writing: Mutex<()>,
+    said: Mutex<Said>,
+}
+
+/// What this rank has to say of itself.
+#[derive(Debug, Default)]
+struct Said {
+    /// The number that the latest refused call would have had, and the refusal.
+    refused: Option<(u64, String)>,
+    /// Whether the latest call is the shutdown.
+    is_leaving: bool,
+}
+
+impl Said {
+    /// Why this rank left, if its shutdown, call `number`, has the place of a call that was refused.
+    fn left_for(&self, number: u64) -> Option<&str> {
+        let (refused, text) = self.refused.as_ref()?;
+        (self.is_leaving && *refused == number).then_some(text)
+    }
 }
 
 impl Progress {
@@ -300,7 +319,7 @@ impl Progress {
                 "/dev/shm cannot be used ({error}): a rank that has died is not noticed before the time-out, and not named"
             ));
         }
-        Self { own, here, shared: shared.ok(), calls: AtomicU64::new(0), writing: Mutex::new(()) }
+        Self { own, here, shared: shared.ok(), calls: AtomicU64::new(0), said: Mutex::default() }
     }
 
     /// Takes the name of the place away, once all ranks have joined, or will not.
@@ -346,25 +365,51 @@ impl Progress {
         }
     }
 
-    /// Notes why a call was refused, for those who wait for it. The next call may be right.
-    pub(crate) fn refuse(&self, text: &str) {
-        self.report(State::Member, text);
+    /// Notes that this rank makes its last call. If one was refused in its place, the other ranks read why.
+    pub(crate) fn enter_shutdown(&self) {
+        let number = self.enter(Step::of(Call::Shutdown));
+        let mut said = self.said.lock();
+        said.is_leaving = true;
+        if let Some(refusal) = said.left_for(number) {
+            self.write(State::Member, number, refusal);
+        }
+    }
+
+    /// What was refused in the place of the shutdown, if it is called.
+    pub(crate) fn left_for(&self) -> Option<String> {
+        self.said.lock().left_for(self.calls.load(Ordering::Relaxed)).map(str::to_owned)
+    }
+
+    /// Notes why a call was refused. The next call may be right. `awaited`: other ranks wait for such calls.
+    pub(crate) fn refuse(&self, text: &str, awaited: bool) {
+        let mut said = self.said.lock();
+        let number = self.calls.load(Ordering::Relaxed) + 1;
+        if awaited {
+            self.write(State::Member, number, text);
+        }
+        said.refused = Some((number, text.to_owned()));
     }
 
     /// Notes that this rank waits no longer.
     pub(crate) fn give_up(&self, text: &str) {
-        self.report(State::GaveUp, text);
+        let said = self.said.lock();
+        let calls = self.calls.load(Ordering::Relaxed);
+        // What was refused comes first: that the shutdown met nobody follows from it.
+        match said.left_for(calls) {
+            Some(refusal) => self.write(State::GaveUp, calls, refusal),
+            None => self.write(State::GaveUp, calls + 1, text),
+        }
     }
 
     /// Notes that this rank has left the group in order.
     pub(crate) fn leave(&self) {
-        self.report(State::Left, "");
+        let _only_writer = self.said.lock();
+        self.write(State::Left, 0, "");
     }
 
-    fn report(&self, state: State, text: &str) {
+    /// Writes this rank's note; `said` is locked.
+    fn write(&self, state: State, refused: u64, text: &str) {
         if let Some(shared) = &self.shared {
-            let _only_writer = self.writing.lock();
-            let refused = self.calls.load(Ordering::Relaxed) + 1;
             note::write(&shared.record(self.own)[NOTE..], state as u64, refused, text);
         }
     }
@@ -373,7 +418,7 @@ impl Progress {
     pub(crate) fn reason(&self, number: u64, step: Step) -> Reason {
         let Some(shared) = &self.shared else {
             let text = "which ranks are missing cannot be told without /dev/shm".into();
-            return Reason { futile: false, text };
+            return Reason { futile: false, is_missing: false, text };
         };
         let seen = |rank: &usize| self.here[*rank] && shared.has_come(*rank);
         let (here, elsewhere): (Vec<usize>, Vec<usize>) = (0..self.here.len()).partition(seen);
@@ -381,6 +426,7 @@ impl Progress {
         let mut troubles: Vec<(Trouble, String)> =
             others.filter_map(|rank| self.trouble(shared, *rank, number, step)).collect();
         let futile = troubles.iter().any(|(trouble, _)| *trouble != Trouble::Behind);
+        let is_missing = !troubles.is_empty();
         troubles.sort_by_key(|(trouble, _)| *trouble);
         // Who gave up tells the same as who is here, where somebody here tells anything.
         if troubles.first().is_some_and(|(trouble, _)| *trouble != Trouble::GaveUp) {
@@ -401,7 +447,7 @@ impl Progress {
         if !elsewhere.is_empty() {
             let _ = write!(text, "; ranks {elsewhere:?} run elsewhere and cannot be seen from here");
         }
-        Reason { futile, text }
+        Reason { futile, is_missing, text }
     }
 
     /// What keeps this rank's latest call from being done.
@@ -431,12 +477,14 @@ impl Progress {
         let ring = record[RING + number as usize % RING_WORDS].load(Ordering::Relaxed);
         let theirs = (ring >> 32 == number & u64::from(u32::MAX)).then(|| Step::unpack(ring as u32)).flatten();
         if let Some(theirs) = theirs.filter(|theirs| calls >= number && !theirs.fits(step)) {
+            let why = if refused == number && !said.is_empty() {
+                format!(", after this was refused: {said}")
+            } else {
+                ": all ranks have to make the same calls in the same order".into()
+            };
             return Some((
                 Trouble::Differs,
-                format!(
-                    "rank {rank} made another call as its number {number}, {theirs}: all ranks have to make the same calls in \
-                 the same order"
-                ),
+                format!("rank {rank} made another call as its number {number}, {theirs}{why}"),
             ));
         }
         if state == State::GaveUp as u64 {
@@ -504,7 +552,7 @@ mod tests {
         assert_eq!(ranks[0].enter(STEP), 2);
         ranks[1].enter(STEP);
         ranks[1].queued(2);
-        ranks[2].refuse("nvte_ep_dispatch: tokens must be 2D");
+        ranks[2].refuse("nvte_ep_dispatch: tokens must be 2D", true);
         let reason = ranks[0].reason(2, STEP);
         assert!(!reason.futile);
         assert_eq!(
@@ -562,6 +610,51 @@ mod tests {
         assert_eq!(ranks[0].futile(), None);
     }
 
+    /// As an exception does on its way through the scope that owns the group.
+    #[test]
+    fn why_a_rank_shut_down_is_told() {
+        const REFUSAL: &str = "nvte_ep_dispatch: tokens must be 2D";
+        const DIFFERS: &str = "rank 1 made another call as its number 2, nvte_ep_shutdown, after this was refused: \
+                               nvte_ep_dispatch: tokens must be 2D";
+        let ranks = group(11, 2);
+        for rank in &ranks {
+            rank.enter(Step::of(Call::Prepare));
+            rank.queued(1);
+        }
+        ranks[1].refuse(REFUSAL, true);
+        assert_eq!(ranks[1].left_for(), None, "it has not left");
+        ranks[1].enter_shutdown();
+        assert_eq!(ranks[1].left_for().as_deref(), Some(REFUSAL));
+        let missing = Reason { futile: false, is_missing: true, text: "rank 0 has made 1 calls".into() };
+        assert_eq!(ranks[1].why(), missing);
+        ranks[0].enter(STEP);
+        ranks[0].queued(2);
+        assert_eq!(ranks[0].futile().unwrap(), DIFFERS);
+        assert!(ranks[1].futile().unwrap().starts_with("rank 0 made another call as its number 2, nvte_ep_dispatch"));
+        // It waits no longer, and that is not what went wrong.
+        ranks[1].give_up("waited 100 ms for all ranks to call nvte_ep_shutdown");
+        assert_eq!(ranks[0].futile().unwrap(), DIFFERS);
+
+        // What no rank waits for is told too, if it ends the group; a call that was made again is not.
+        let ranks = group(12, 2);
+        ranks[1].refuse("nvte_ep_register_layer: layer_config.top_k must be 1 to 32", false);
+        ranks[0].enter(STEP);
+        assert_eq!(ranks[0].why().text, "rank 1 has made 0 calls");
+        ranks[1].enter_shutdown();
+        let text = ranks[0].futile().unwrap();
+        assert!(text.ends_with(", after this was refused: nvte_ep_register_layer: layer_config.top_k must be 1 to 32"));
+        let ranks = group(13, 2);
+        ranks[1].refuse(REFUSAL, true);
+        ranks[1].enter(STEP);
+        ranks[1].enter_shutdown();
+        assert_eq!(ranks[1].left_for(), None);
+        ranks[1].give_up("waited 5 ms");
+        ranks[0].enter(STEP);
+        ranks[0].enter(STEP);
+        let text = ranks[0].futile().unwrap();
+        assert!(text.ends_with("nvte_ep_shutdown: all ranks have to make the same calls in the same order"), "{text}");
+    }
+
     #[test]
     fn graphs_make_numbers_meaningless() {
         let mut ranks = group(7, 3);
@@ -582,7 +675,7 @@ mod tests {
         let failed = ranks[1].enter(Step { size: 8, ..STEP });
         ranks[1].retract(failed);
         ranks[0].enter(STEP);
-        assert_eq!(ranks[0].why(), Reason { futile: false, text: "rank 1 has made 0 calls".into() });
+        assert_eq!(ranks[0].why(), Reason { futile: false, is_missing: true, text: "rank 1 has made 0 calls".into() });
         assert_eq!(ranks[1].enter(STEP), 1);
         assert_eq!(ranks[0].futile(), None);
     }
@@ -614,7 +707,7 @@ mod tests {
         let ranks = group(9, 2);
         ranks[1].give_up("rank 0 is missing");
         // A call of the program that fails between the end of the group and the note of it.
-        ranks[1].refuse("nvte_ep_dispatch: tokens must be 2D");
+        ranks[1].refuse("nvte_ep_dispatch: tokens must be 2D", true);
         ranks[1].leave();
         assert_eq!(ranks[0].futile().unwrap(), "rank 1 gave up: rank 0 is missing");
     }
@@ -630,7 +723,7 @@ mod tests {
                 let (writer, texts, done) = (&ranks[1], &texts, &done);
                 scope.spawn(move || {
                     for text in texts.iter().skip(half).step_by(2).cycle().take(20_000) {
-                        writer.refuse(text);
+                        writer.refuse(text, true);
                     }
                     done.store(true, Ordering::Relaxed);
                 });
@@ -646,7 +739,7 @@ mod tests {
     #[test]
     fn texts_are_cut_at_characters() {
         let ranks = group(6, 2);
-        ranks[1].refuse(&"ü".repeat(400));
+        ranks[1].refuse(&"ü".repeat(400), true);
         let text = ranks[0].reason(1, STEP).text;
         assert!(
             text.matches('ü').count() == 8 * (WORDS - NOTE - note::TEXT) / 2 && !text.contains('\u{FFFD}'),

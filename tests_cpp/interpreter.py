@@ -131,7 +131,7 @@ def statuses(run):
     layer.top_k = TOP_K
     status = ep.nvte_ep_try_handle_mem_size(ctypes.byref(layer), ctypes.byref(size))
     assert status == wrong_order, (status, ep.nvte_ep_last_error())
-    text = b"nvte_ep_handle_mem_size: there is no EP group: call nvte_ep_initialize first"
+    text = b"nvte_ep_handle_mem_size: there is no EP group: nvte_ep_shutdown ended it; call nvte_ep_initialize for another"
     assert ep.nvte_ep_last_error().startswith(text), ep.nvte_ep_last_error()
 
 

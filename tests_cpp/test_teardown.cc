@@ -706,6 +706,81 @@ int MissingRank() {
   LeaveWithoutShutdown();
 }
 
+// A call of the last rank is refused, and the exception shuts the group down on its way, as that of nvte_ep::Group
+// does. Nobody has seen the exception yet, so the shutdown says early what was refused. The others are told it too, and
+// the last rank's shutdown ends as soon as one of them makes another call, with nothing left on its device.
+int RefusedOnOneRank() {
+  if (!ReadHostStats()) {
+    std::printf("skipped: kernels spin until the process ends\n");
+    return Leave();
+  }
+  // Long enough that none of the texts below can come from a limit.
+  setenv("NVTE_EP_SHUTDOWN_TIMEOUT_MS", "600000", 1);
+  auto* const group = new Group(Shape());
+  RunSteps(*group);
+  auto* const layer = new Layer(2, 1);
+  auto* const step = new Step<BFloat16>(*group, *layer, SomeRouting(*group, 1), 1);
+  const int last = World::Get().size() - 1;
+  const auto refused = [&]() -> std::string {
+    DispatchArgs args = step->dispatch_args();
+    args.tokens = args.topk_idx;
+    try {
+      args.Call();
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const auto until = [](const std::function<bool()>& holds, const char* what) {
+    const auto start = std::chrono::steady_clock::now();
+    while (!holds()) {
+      if (std::chrono::steady_clock::now() - start > std::chrono::seconds(20)) return Fail(what);
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  };
+  step->Prepare();
+  World::Get().Wait();
+  const std::string refusal = "nvte_ep_dispatch: tokens must ";
+  if (World::Get().rank() == last) {
+    const Stderr messages;
+    if (refused().find(refusal) != 0) Fail("the dispatch was not refused");
+    int device = 0;
+    TEST_CUDA(cudaGetDevice(&device));
+    std::string end;
+    std::thread shutdown([&] {
+      TEST_CUDA(cudaSetDevice(device));
+      try {
+        nvte_ep_shutdown();
+      } catch (const std::exception& error) {
+        end = error.what();
+      }
+    });
+    until(
+        [&] {
+          return messages.Text().find("; on this rank, this was refused before: " + refusal) != std::string::npos;
+        },
+        "the shutdown that waits did not say what was refused");
+    if (messages.Text().find(": rank 0 has made 31 calls") == std::string::npos) Fail("nor for whom it waits");
+    MPI_Barrier(MPI_COMM_WORLD);
+    shutdown.join();
+    if (end.find("nvte_ep_shutdown: ") != 0 || end.find("made another call as its number 32") == std::string::npos)
+      Fail(("the shutdown ended otherwise: " + end).c_str());
+    // Would wait for a collective that nobody else joins.
+    TEST_CUDA(cudaDeviceSynchronize());
+  } else {
+    MPI_Barrier(MPI_COMM_WORLD);
+    step->Dispatch();
+    std::string text;
+    until([&] { return (text = refused()).find("the group has ended") != std::string::npos; }, "the group did not end");
+    const std::string cause =
+        "rank " + std::to_string(last) +
+        " made another call as its number 32, nvte_ep_shutdown, after this was refused: " + refusal;
+    if (text.find(cause) == std::string::npos) Fail(text.c_str());
+  }
+  static_cast<void>(group);
+  LeaveWithoutShutdown();
+}
+
 // The last rank stops in the middle of more calls than are watched one by one.
 int MissingRankFarAhead() {
   if (!ReadHostStats()) {
@@ -904,6 +979,7 @@ constexpr Order kOrders[] = {
     {"late_initialize", LateInitialize},
     {"late_symm_alloc", LateSymmAlloc},
     {"missing_rank", MissingRank},
+    {"refused_on_one_rank", RefusedOnOneRank},
     {"missing_rank_far_ahead", MissingRankFarAhead},
     {"graphs_meet_calls", GraphsMeetCalls},
     {"destroy_then_shutdown", DestroyThenShutdown},

@@ -223,7 +223,9 @@ class Group {
   Group& operator=(Group&&) = delete;
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
-  /** Errors of the shutdown are lost here: call shutdown() to have them. */
+  /** As shutdown(), of which errors are lost here: call that to have them. So an exception that leaves the group's scope on one
+      rank waits here for the others, who make other calls or none, and is seen by the program afterwards: at once if another
+      call of theirs is seen, else within NVTE_EP_SHUTDOWN_TIMEOUT_MS. Meanwhile stderr says what was refused. */
   ~Group() {
     try {
       shutdown();

@@ -8,9 +8,10 @@ use crate::error::{Error, Result};
 use crate::sys::Base;
 use crate::sys::cuda::Stream;
 use crate::sys::nccl::CommFacts;
+use crate::wait::Deadline;
 use nvte_ep_bindings as b;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Bytes of one rank's record: a word for its kind, a word for the text's length plus one, the fields, the text.
 const RECORD: usize = 2048;
@@ -106,6 +107,8 @@ pub(crate) struct Rendezvous {
     watched: Option<Arc<Watched>>,
 }
 
+/// What to do where a rank has not come.
+const ALIVE: &str = "check that every rank of the communicator makes this call and is alive";
 const ABSENT: &str = "check that every rank of the communicator makes this call and is alive; this call stays behind on the \
                       communicator, so make a new one before trying again";
 
@@ -190,8 +193,33 @@ impl Rendezvous {
     /// The communicator is live.
     pub(crate) unsafe fn barrier(&self, limit: Option<Duration>) -> Result<()> {
         let what = "all ranks to call nvte_ep_shutdown";
+        let start = Instant::now();
+        self.wait_for_calls(limit, what)?;
+        let limit = limit.map(|limit| limit.saturating_sub(start.elapsed()));
         // SAFETY: the caller vouches for the communicator.
         unsafe { self.all_gather(Kind::Barrier, [0; RECORD], limit, what) }.map(|_| ())
+    }
+
+    /// Returns when all ranks that can be seen have made this rank's latest call. What is queued before would wait on the device
+    /// for a rank that never comes, and so would all that the program does there afterwards: freeing its memory after an
+    /// exception, say.
+    fn wait_for_calls(&self, limit: Option<Duration>, what: &str) -> Result<()> {
+        let Some(progress) = self.watched.as_deref().map(Watched::progress) else { return Ok(()) };
+        let missing = || Some(progress.why()).filter(|reason| reason.is_missing);
+        let futile = || missing().filter(|reason| reason.futile).map(|reason| reason.text);
+        let mut deadline = Deadline::new(what, limit, ALIVE, &futile);
+        while let Some(reason) = missing() {
+            match deadline.check() {
+                Err(Error::TimeOut { waited_for, milliseconds, remedy }) if remedy == ALIVE => {
+                    let remedy = format!("{}; {ALIVE}", reason.text);
+                    return Err(Error::TimeOut { waited_for, milliseconds, remedy });
+                }
+                other => other?,
+            }
+            // A look asks the system about each missing rank, so a long wait looks seldom.
+            std::thread::sleep((deadline.waited() / 8).clamp(Duration::from_micros(200), Duration::from_millis(50)));
+        }
+        Ok(())
     }
 
     unsafe fn all_gather(

@@ -7,12 +7,15 @@ use crate::error::{Error, Result};
 use crate::sys;
 use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The place of one device's group. Slots are made at the first initialize of a device and never removed, so a call finds
 /// its own without a lock.
 pub(super) struct Slot {
     pub(super) device: i32,
     pub(super) group: Mutex<Option<Live>>,
+    /// Whether a group of the device was shut down.
+    pub(super) was_ended: AtomicBool,
     next: OnceLock<Box<Slot>>,
 }
 
@@ -28,7 +31,14 @@ impl Slot {
     pub(super) fn of(device: i32) -> &'static Self {
         let mut place = &FIRST_SLOT;
         loop {
-            let new = || Box::new(Self { device, group: Mutex::new(None), next: OnceLock::new() });
+            let new = || {
+                Box::new(Self {
+                    device,
+                    group: Mutex::new(None),
+                    was_ended: AtomicBool::new(false),
+                    next: OnceLock::new(),
+                })
+            };
             let slot = place.get_or_init(new);
             if slot.device == device {
                 return slot;
@@ -46,7 +56,7 @@ pub fn current_group() -> Result<EpGroup> {
     fork::require_parent()?;
     // Without any slot there was no initialize, and perhaps there is no CUDA either.
     let Some(base) = FIRST_SLOT.get().and_then(|_| sys::loaded_base()) else {
-        return Err(Error::NotInitialized { device: None, initialized: Vec::new() });
+        return Err(Error::NotInitialized { device: None, initialized: Vec::new(), was_ended: false });
     };
     let device = base.cuda.current_device()?;
     match Slot::all().find(|slot| slot.device == device) {
@@ -61,7 +71,7 @@ fn no_group_on(device: i32) -> Error {
     let has_group = |slot: &&Slot| slot.group.try_lock().is_none_or(|group| group.is_some());
     let mut initialized: Vec<i32> = Slot::all().filter(has_group).map(|slot| slot.device).collect();
     initialized.sort_unstable();
-    Error::NotInitialized { device: Some(device), initialized }
+    Error::NotInitialized { device: Some(device), initialized, was_ended: false }
 }
 
 /// Tells the ranks that wait for this one that its call `name` failed with `error`, if the current device has a group.
@@ -92,7 +102,11 @@ impl EpGroup {
     #[inline]
     pub fn require_current(&self) -> Result<()> {
         fork::require_parent()?;
-        let base = sys::loaded_base().ok_or(Error::NotInitialized { device: None, initialized: Vec::new() })?;
+        let base = sys::loaded_base().ok_or(Error::NotInitialized {
+            device: None,
+            initialized: Vec::new(),
+            was_ended: false,
+        })?;
         match base.cuda.current_device()? {
             current if current == self.0.device => Ok(()),
             current => Err(self.elsewhere(current)),
@@ -119,7 +133,10 @@ impl EpGroup {
     /// [`Error::NotInitialized`].
     #[inline]
     pub(super) fn lock(&self) -> Result<MappedMutexGuard<'static, Live>> {
-        MutexGuard::try_map(self.0.group.lock(), Option::as_mut)
-            .map_err(|_| Error::NotInitialized { device: Some(self.0.device), initialized: Vec::new() })
+        MutexGuard::try_map(self.0.group.lock(), Option::as_mut).map_err(|_| Error::NotInitialized {
+            device: Some(self.0.device),
+            initialized: Vec::new(),
+            was_ended: self.0.was_ended.load(Ordering::Relaxed),
+        })
     }
 }

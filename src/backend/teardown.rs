@@ -4,10 +4,10 @@ use super::fork;
 use super::live::{Group, Live};
 use super::registry::{EpGroup, Slot};
 use crate::error::{Error, Result};
-use crate::progress::{Call, Step};
 use crate::sys::thread;
 use crate::wait::bounded;
 use nvte_ep_bindings as b;
+use std::sync::atomic::Ordering;
 
 /// Ends every EP group of this process: waits for queued work and for the other ranks (both bounded), then destroys
 /// handles and group. The communicators stay the callers'. Without a group nothing happens.
@@ -44,7 +44,9 @@ fn outcome(failures: Vec<String>) -> Result<()> {
 /// finds the device free, not half torn down.
 fn end(slot: &Slot) -> Vec<String> {
     let mut group = slot.group.lock();
-    group.take().map_or(Vec::new(), |live| live.destroy(slot.device))
+    let Some(live) = group.take() else { return Vec::new() };
+    slot.was_ended.store(true, Ordering::Relaxed);
+    live.destroy(slot.device)
 }
 
 impl EpGroup {
@@ -64,7 +66,7 @@ impl Live {
         let limit = group.env.shutdown_timeout;
         let base = group.base;
         let quiet = watchdog.require_alive().and_then(|()| {
-            watchdog.progress().enter(Step::of(Call::Shutdown));
+            watchdog.leave();
             let futile = || watchdog.require_alive().err().map(|error| error.to_string());
             bounded(limit, "the work queued on the device", &futile, move || {
                 base.cuda.set_current_device(device)?;

@@ -70,6 +70,8 @@ pub(super) struct Watched {
     noticed: AtomicBool,
     /// Whether it was said that a call is not watched.
     unwatched: AtomicBool,
+    /// Since when the group's shutdown waits for the other ranks.
+    leaving: OnceLock<Instant>,
     stopped: Mutex<bool>,
     stop: Condvar,
 }
@@ -121,6 +123,7 @@ impl Means {
             ended: OnceLock::new(),
             noticed: AtomicBool::new(false),
             unwatched: AtomicBool::new(false),
+            leaving: OnceLock::new(),
             stopped: Mutex::new(false),
             stop: Condvar::new(),
         });
@@ -217,10 +220,15 @@ impl Watchdog {
 
     /// Notes why the call `name` failed, for the ranks that wait for it.
     pub(super) fn failed(&self, name: &str, error: &Error) {
-        // Others are no calls that ranks wait for.
-        if self.watched.ended.get().is_none() && Call::is_name(name) {
-            self.progress().refuse(&format!("{name}: {error}"));
+        if self.watched.ended.get().is_none() {
+            self.progress().refuse(&format!("{name}: {error}"), Call::is_name(name));
         }
+    }
+
+    /// Notes that the group's shutdown begins.
+    pub(super) fn leave(&self) {
+        self.progress().enter_shutdown();
+        let _ = self.watched.leaving.set(Instant::now());
     }
 
     pub(super) fn progress(&self) -> &Progress {
@@ -345,8 +353,24 @@ impl Watched {
         works
     }
 
+    /// The shutdown that an error has led to may wait for a long time, with the error not yet reported: an exception is
+    /// reported when it has left all scopes, and one of these has called the shutdown. Returns whether nothing is left to say.
+    fn look_at_shutdown(&self) -> bool {
+        let Some(since) = self.leaving.get().map(Instant::elapsed) else { return false };
+        let Some(refusal) = self.progress.left_for() else { return true };
+        if since < SUSPICIOUS {
+            return false;
+        }
+        let (seconds, missing) = (since.as_secs_f32(), self.progress.why().text);
+        report(&format!(
+            "nvte_ep_shutdown has waited for {seconds:.1} s: {missing}; on this rank, this was refused before: {refusal}"
+        ));
+        true
+    }
+
     fn run(&self) {
         let mut running = vec![None; self.places.len()];
+        let mut all_said = false;
         loop {
             let mut stopped = self.stopped.lock();
             let _ = self.stop.wait_while_for(&mut stopped, |stopped| !*stopped, PERIOD);
@@ -354,6 +378,7 @@ impl Watched {
                 return;
             }
             drop(stopped);
+            all_said = all_said || self.look_at_shutdown();
             match self.look(&mut running) {
                 Look::Fine => {}
                 // Every call finds the device's error by itself.

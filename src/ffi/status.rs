@@ -158,7 +158,7 @@ mod tests {
         let library = |call, code| Error::Library { call, code, text: String::new() };
         let late = Error::TimeOut { waited_for: String::new(), milliseconds: 1, remedy: String::new() };
         for (error, status) in [
-            (Error::NotInitialized { device: None, initialized: Vec::new() }, NVTE_EP_WRONG_ORDER),
+            (Error::NotInitialized { device: None, initialized: Vec::new(), was_ended: false }, NVTE_EP_WRONG_ORDER),
             (Error::NotBuilt, NVTE_EP_NOT_SUPPORTED),
             (Error::Disagreement(String::new()), NVTE_EP_PEER),
             (late, NVTE_EP_TIME_OUT),
