@@ -265,7 +265,8 @@ impl GroupConfig {
                 field("num_experts"),
                 format!("must be a multiple of ep_size, {}", self.ep_size),
                 self.num_experts,
-            ));
+            )
+            .with_remedy("change num_experts, or start another number of ranks"));
         }
         for (name, found, most) in
             [("ep_size", self.ep_size, limits.ranks), ("num_experts", self.num_experts, limits.experts)]
@@ -426,7 +427,7 @@ impl SlabAlignment {
 impl fmt::Display for SlabAlignment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
-            1 => f.write_str("1 (or 0: no padding)"),
+            1 => f.write_str("0 or 1 (no padding)"),
             tokens => write!(f, "{tokens}"),
         }
     }
@@ -547,7 +548,10 @@ pub(crate) mod tests {
         let cases: &[(Change, &str)] = &[
             (|r| r.ep_size = 0, "group_config.ep_size must be greater than 0, got 0"),
             (|r| r.num_experts = -4, "group_config.num_experts must be greater than 0, got -4"),
-            (|r| r.num_experts = 10, "group_config.num_experts must be a multiple of ep_size, 4, got 10"),
+            (
+                |r| r.num_experts = 10,
+                "group_config.num_experts must be a multiple of ep_size, 4, got 10; change num_experts, or start another number of ranks",
+            ),
             (|r| r.num_experts = 4 * 257, "at most 256 experts, got 1028 experts on 4 ranks"),
             (|r| (r.ep_size, r.num_experts) = (3, 6), "must be a multiple of 4"),
             (|r| r.max_tokens_per_rank = 0, "group_config.max_tokens_per_rank must be greater than 0, got 0"),
@@ -635,7 +639,7 @@ pub(crate) mod tests {
     #[test]
     fn an_alignment_is_named_as_callers_give_it() {
         let text = |alignment| LayerConfig::parse("layer_config", 2, alignment).unwrap().alignment.to_string();
-        assert_eq!([text(0), text(1), text(128)], ["1 (or 0: no padding)", "1 (or 0: no padding)", "128"]);
+        assert_eq!([text(0), text(1), text(128)], ["0 or 1 (no padding)", "0 or 1 (no padding)", "128"]);
     }
 
     #[test]

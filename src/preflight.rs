@@ -90,7 +90,11 @@ pub(crate) fn communicator(comm: &CommFacts, ep_size: u32, device: i32) -> Resul
             format!("must span exactly group_config.ep_size ranks, {ep_size}"),
             format!("a communicator of {}", comm.size),
         )
-        .with_remedy("pass the expert-parallel sub-communicator (ncclCommSplit)"));
+        .with_remedy(if i64::from(comm.size) > i64::from(ep_size) {
+            "pass the expert-parallel sub-communicator (ncclCommSplit)"
+        } else {
+            "start as many ranks as ep_size says, or set ep_size to the number of ranks"
+        }));
     }
     if comm.device != device {
         return Err(Error::argument(

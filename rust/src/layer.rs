@@ -19,14 +19,14 @@ use nvte_ep_core::tensor::{Shape, TensorView};
 pub struct LayerConfig {
     /// Experts per token, 1 to 32.
     pub top_k: u32,
-    /// Each expert's received rows are padded to a multiple of this many; a power of two, 1 = no padding.
-    pub alignment: u32,
+    /// Each expert's received rows are padded to a multiple of this many; a power of two, 0 or 1 = no padding.
+    pub alignment: usize,
 }
 
 impl LayerConfig {
     fn check(self) -> std::result::Result<Config, Error> {
         let top_k = i32::try_from(self.top_k).unwrap_or(i32::MAX);
-        Config::parse("layer_config", top_k, self.alignment as usize)
+        Config::parse("layer_config", top_k, self.alignment)
     }
 }
 

@@ -254,7 +254,10 @@ impl<'a> Uses<'a> {
 
 #[inline]
 fn in_rows(name: &'static str, len: usize, columns: usize) -> Result<Shape> {
-    if columns == 0 || !len.is_multiple_of(columns) {
+    if columns == 0 {
+        return Err(Error::argument(name, "must have rows of one element or more", columns));
+    }
+    if !len.is_multiple_of(columns) {
         return Err(Error::argument(name, format!("must hold whole rows of {columns} elements"), len));
     }
     Ok(Shape::new(&[len / columns, columns]).expect("two dimensions"))

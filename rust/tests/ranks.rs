@@ -77,7 +77,7 @@ fn builder() -> GroupBuilder {
         .max_token_dtype::<f32>()
 }
 
-const LAYER: LayerConfig = LayerConfig { top_k: K as u32, alignment: ALIGNMENT as u32 };
+const LAYER: LayerConfig = LayerConfig { top_k: K as u32, alignment: ALIGNMENT };
 
 /// Numbers without a pattern, the same on every rank.
 fn noise(seed: usize) -> usize {
@@ -397,6 +397,8 @@ fn a_dropped_routing_is_taken_up_again_and_mistakes_are_told() {
         text.to_string().starts_with("nvte_ep_dispatch: tokens must hold whole rows of 63 elements, got 768"),
         "{text}"
     );
+    let text = dispatch(&mut recv, &step, 0).unwrap_err().to_string();
+    assert!(text.starts_with("nvte_ep_dispatch: tokens must have rows of one element or more, got 0"), "{text}");
     dispatch(&mut recv, &step, H).unwrap();
     device.wait();
 

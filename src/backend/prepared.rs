@@ -188,10 +188,9 @@ fn name_of(handle: &HandleRef) -> String {
 #[cold]
 fn not_prepared(handle: &HandleRef) -> Error {
     let what = name_of(handle);
-    let since = "or its memory was prepared for another layer since, or does not hold what was prepared";
-    Error::State(format!(
-        "{what} was not prepared ({since}): call nvte_ep_prepare first; layers must not share handle memory"
-    ))
+    let since = "if it was, its memory was prepared for another layer since, or does not hold that any more: layers must not share \
+                 handle memory";
+    Error::State(format!("{what} was not prepared: call nvte_ep_prepare first ({since})"))
 }
 
 #[cold]

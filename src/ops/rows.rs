@@ -88,7 +88,8 @@ pub(super) fn require_recv_rows(
     let kept = recv_rows(tensor, rows, group, prepared)?;
     if columns != width {
         let required = format!("must have the token rows' width, {width}");
-        return Err(Error::argument(tensor.name, required, format!("{:?}", tensor.shape)));
+        let remedy = format!("give both the same width; the group's hidden_dim is {}", group.hidden_dim);
+        return Err(Error::argument(tensor.name, required, format!("{:?}", tensor.shape)).with_remedy(remedy));
     }
     tensor.require_row_storage()?;
     if group.transfer == Transfer::ZeroCopy && tensor.window.is_none() {

@@ -36,7 +36,9 @@ impl Prepare {
             counts.require_dtype(&[DType::Int32, DType::Int64])?;
             if length < group.local_experts() as usize {
                 let required = format!("must have an entry for each of the {} local experts", group.local_experts());
-                return Err(Error::argument(counts.name, required, length));
+                let remedy =
+                    format!("a rank has num_experts / ep_size experts, {} / {}", group.num_experts, group.ep_size);
+                return Err(Error::argument(counts.name, required, length).with_remedy(remedy));
             }
             counts.require_element_storage()?;
         }

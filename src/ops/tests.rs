@@ -143,7 +143,7 @@ fn prepare_rules() {
             (|c| c.topk_idx.data = 4, "topk_idx must start at a multiple of 8 bytes, got address 0x4"),
             (
                 |c| c.token_counts = Some(view("token_counts", DType::Int32, &[3])),
-                "token_counts must have an entry for each of the 4 local experts, got 3",
+                "token_counts must have an entry for each of the 4 local experts, got 3; a rank has num_experts / ep_size experts, 16 / 4",
             ),
             (
                 |c| c.token_counts = Some(view("token_counts", DType::Float32, &[4])),
@@ -212,7 +212,7 @@ fn dispatch_rules() {
             ),
             (
                 |c| c.recv_tokens = view("recv_tokens", DType::BFloat16, &[512, 256]),
-                "recv_tokens must have the token rows' width, 512, got [512, 256]",
+                "recv_tokens must have the token rows' width, 512, got [512, 256]; give both the same width; the group's hidden_dim is 512",
             ),
             (
                 |c| c.recv_tokens.dtype = DType::Float16,
@@ -275,7 +275,7 @@ fn combine_rules() {
             (|c| c.result.dtype = DType::Float16, "result must have the dtype of expert_out, bfloat16, got float16"),
             (
                 |c| c.expert_out = view("expert_out", DType::BFloat16, &[512, 1024]),
-                "expert_out must have the token rows' width, 512, got [512, 1024]",
+                "expert_out must have the token rows' width, 512, got [512, 1024]; give both the same width; the group's hidden_dim is 512",
             ),
             (
                 |c| c.expert_out = view("expert_out", DType::BFloat16, &[100, 512]),

@@ -38,7 +38,8 @@ pub(crate) unsafe fn nvte_ep_register_layer(
     let group = core::current_group()?;
     let config = LayerConfig::try_from(layer_config)?;
     if handle_mem_size.is_null() {
-        return Err(Error::argument("handle_mem_size", "must not be NULL", "NULL"));
+        return Err(Error::argument("handle_mem_size", "must not be NULL", "NULL")
+            .with_remedy("pass the address of a size_t for the bytes of handle memory that the layer needs"));
     }
     let (id, bytes) = group.register_layer(config)?;
     // SAFETY: not NULL, and the caller vouches for what it points to.
