@@ -31,7 +31,7 @@ with_ranks() { [[ " ${RANKS:-2 4 8} " == *" $1 "* ]]; }
 suite() {
   local log=$XML_LOG_DIR/$1.log code=0; shift
   "$@" >"$log" 2>&1 || code=$?
-  grep -aE '^\[ +FAILED +\]|Failure$|^\[rank ' "$log" | sort -u | head -n 30 | cut -c1-500
+  grep -aE '^\[ +(PASSED|FAILED) +\]|Failure$|^\[rank ' "$log" | sort -u | head -n 30 | cut -c1-500
   tail -n "$((code == 0 ? 3 : 12))" "$log" | cut -c1-500
   return "$code"
 }
