@@ -120,10 +120,13 @@ def canonical(device: torch.device | str | None) -> torch.device:
 
 
 def _device_of(process_group: dist.ProcessGroup) -> torch.device:
-    """Where the tensors of a process group are: on the GPU if it has NCCL for that."""
+    """Where the tensors of a process group are: on the GPU if it has NCCL for that. A group of gloo alone takes tensors of GPUs as
+    well, but by way of the host, and has no communicator: it means the CPU."""
     types = {device.type for device in process_group._device_types}
     if "cuda" in types and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", torch.cuda.current_device())
+        if process_group._get_backend(device).name() != "gloo":
+            return device
     return CPU
 
 
@@ -236,6 +239,9 @@ def finalize() -> None:
     with _lock:
         if not _groups:
             return
+        if any(group.host is None for group in _groups.values()) and not dist.is_initialized():
+            raise c.EpError("nvte_ep.ep_finalize: the process group is gone, whose communicator the EP group would be ended with: call it "
+                            "before destroy_process_group")
         ended = list(_groups.values())
         _groups.clear()
         try:

@@ -48,6 +48,16 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 step()
 """
 
+TOO_LATE = """
+dist.destroy_process_group()
+try:
+    nvte_ep.ep_finalize()
+except nvte_ep.EpError as error:
+    assert "call it before destroy_process_group" in str(error), error
+else:
+    sys.exit("not refused")
+"""
+
 
 def run(body, ranks=2, timeout=120):
     preload = ["env", f"LD_PRELOAD={os.environ['NVTE_EP_TEST_NCCL']}"] if os.environ.get("NVTE_EP_TEST_NCCL") else []
@@ -58,10 +68,12 @@ def run(body, ranks=2, timeout=120):
 
 
 @pytest.mark.parametrize("body", [
-    FORKED,
+    # CUDA itself refuses work in a child.
+    "pass" if CUDA else FORKED,
     "dist.destroy_process_group()",
     "threading.Thread(target=step).start(); sys.exit(0)",
-], ids=["never, nor in a child", "process group first", "a thread, and sys.exit"])
+    pytest.param(TOO_LATE, marks=pytest.mark.skipif(not CUDA, reason="on the CPU the communicator is ours")),
+], ids=["never, nor in a child", "process group first", "a thread, and sys.exit", "finalize too late"])
 def test_every_way_to_end_is_fine(body):
     code, output = run(body)
     assert code == 0 and "nvte_ep: at exit" not in output, output

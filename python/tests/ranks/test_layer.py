@@ -79,3 +79,12 @@ def test_a_default_device_changes_nothing(eager):
         here, data = buffer(device=DEVICE), Data(seed=5)
         received, _, _ = nvte_ep.ep_dispatch(here, data.tokens, data.idx, data.weights)
         assert torch.equal(nvte_ep.ep_combine(here, received), TOP_K * data.tokens)
+
+
+def test_a_group_of_gloo_alone_is_one_of_the_cpu(monkeypatch):
+    """Also on a machine that has GPUs: a layer is tested there as anywhere."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    gloo = dist.new_group(backend="gloo")
+    assert {device.type for device in gloo._device_types} == {"cpu", "cuda"}
+    assert nvte_ep._group._device_of(gloo) == torch.device("cpu")
