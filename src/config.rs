@@ -597,6 +597,8 @@ pub(crate) mod tests {
             change(&mut request);
             let text = GroupConfig::try_from(request).unwrap_err().to_string();
             assert!(text.contains(expected), "{text:?} lacks {expected:?}");
+            let earlier = (text.contains("earlier headers"), expected.contains("earlier headers"));
+            assert_eq!(earlier.0, earlier.1, "the numbers of earlier headers' data types only: {text}");
         }
     }
 
@@ -634,6 +636,8 @@ pub(crate) mod tests {
         LayerConfig::parse("layer_config", 8, 0).unwrap().check_against(&group).unwrap();
         let text = LayerConfig::parse("layer_config", 9, 0).unwrap().check_against(&group).unwrap_err().to_string();
         assert_eq!(text, "layer_config.top_k must be at most the group's num_topk, 8, got 9");
+        let group = GroupConfig::try_from(GroupRequest { num_experts: 64, ..REQUEST }).unwrap();
+        LayerConfig::parse("layer_config", 32, 0).unwrap().check_against(&group).unwrap();
     }
 
     #[test]

@@ -127,6 +127,7 @@ mod tests {
         for (index, (number, dtype)) in numbers.into_iter().enumerate() {
             assert_eq!((TABLE[index].dtype, dtype as usize), (dtype, index));
             assert_eq!(DType::from_nvte(number), Some(dtype), "TransformerEngine numbers the types in this order");
+            assert_eq!(dtype.nvte(), number);
         }
         assert_eq!(DType::from_nvte(nvte::kNVTENumTypes), None);
         assert_eq!(DType::from_nvte(-1), None);

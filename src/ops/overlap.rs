@@ -259,6 +259,11 @@ mod tests {
         assert!(check(&at(7, 0xff0)).is_err());
         assert_eq!(check(&at(7, 0x1000)), Ok(()));
         assert_eq!(check(&at(8, 0)), Ok(()), "another window's offsets");
+        // Where the address is known too, it counts.
+        let known = |tensor: TensorView, data| TensorView { data, ..tensor };
+        let Combine { expert_out, result } = at(8, 0x8000);
+        let call = Combine { expert_out: known(expert_out, 0x1000), result: known(result, 0x1800) };
+        assert!(check(&call).is_err());
     }
 
     #[test]

@@ -125,6 +125,9 @@ fn refused<C, R>(call: impl Fn() -> C, check: impl Fn(C) -> Result<R>, cases: &[
 #[test]
 fn prepare_rules() {
     assert_eq!(prepare().check(&group(), &layer()).unwrap(), PREPARED);
+    let mut most = prepare();
+    most.topk_idx = view("topk_idx", DType::Int64, &[64, 2]);
+    assert_eq!(most.check(&group(), &layer()).unwrap().num_tokens, 64);
     refused(
         prepare,
         |call| call.check(&group(), &layer()),
@@ -264,6 +267,11 @@ fn larger_receive_buffers_are_cut() {
 
 #[test]
 fn combine_rules() {
+    // An odd number of 16 bytes.
+    let mut narrow = combine();
+    narrow.expert_out = view("expert_out", DType::BFloat16, &[512, 24]);
+    narrow.result = view("result", DType::BFloat16, &[10, 24]);
+    narrow.checked(&group(), PREPARED).unwrap();
     refused(
         combine,
         |call| call.checked(&group(), PREPARED),
@@ -481,6 +489,10 @@ fn eager_buffers_are_as_the_caller_sized_them() {
     call.g_recv_topk_weights = Some(view("g_recv_topk_weights", DType::Float32, &beyond[..1]));
     let text = call.checked(&eager(), &layer(), PREPARED).unwrap_err().to_string();
     assert!(text.starts_with("grad must have at most ep_size * max_tokens_per_rank * num_topk rows, 512"), "{text}");
+    // So many are taken, and more by an engine without that limit.
+    dispatch_bwd().checked(&eager(), &layer(), PREPARED).unwrap();
+    let native = GroupConfig { limits: &crate::limits::NATIVE, ..eager() };
+    call.checked(&native, &layer(), PREPARED).unwrap();
     let mut call = dispatch_bwd();
     call.grad = view("grad", DType::BFloat16, &[37, 512]);
     call.g_recv_topk_weights = Some(view("g_recv_topk_weights", DType::Float32, &[36]));
