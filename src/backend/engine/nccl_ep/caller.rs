@@ -26,15 +26,25 @@ fn write_names(mut text: &mut [u8], function: &str, arguments: &[(&str, Option<&
     }
 }
 
+#[cold]
+fn say(set: SetCaller, function: &str, arguments: &[(&str, Option<&TensorView>)]) {
+    let mut text = [0; BYTES];
+    write_names(&mut text[..BYTES - 1], function, arguments);
+    // SAFETY: a string that ends with a zero, which the function copies.
+    unsafe { set(text.as_ptr().cast()) };
+}
+
 impl Caller {
-    /// `arguments` are NCCL EP's names with our tensors. Without the host runtime's `set` there is nobody to tell.
+    /// `arguments` gives NCCL EP's names with our tensors. It is not asked without the host runtime's `set`: then there is nobody to
+    /// tell.
     #[inline]
-    pub(super) fn tell(set: Option<SetCaller>, function: &str, arguments: &[(&str, Option<&TensorView>)]) -> Self {
+    pub(super) fn tell<'a, const N: usize>(
+        set: Option<SetCaller>,
+        function: &str,
+        arguments: impl FnOnce() -> [(&'static str, Option<&'a TensorView>); N],
+    ) -> Self {
         if let Some(set) = set {
-            let mut text = [0; BYTES];
-            write_names(&mut text[..BYTES - 1], function, arguments);
-            // SAFETY: a string that ends with a zero, which the function copies.
-            unsafe { set(text.as_ptr().cast()) };
+            say(set, function, &arguments());
         }
         Self(set)
     }

@@ -170,12 +170,14 @@ impl Group {
 
     /// Exchanges the routing of the copied indices and fills NCCL EP's part and `total`.
     fn update(&self, handle: &Handle, prepare: &Prepare, total: &TensorView, stream: Stream) -> Result<()> {
-        let names = [
-            ("topk_idx", Some(&prepare.topk_idx)),
-            ("layout_info.expert_counters", prepare.token_counts.as_ref()),
-            ("layout_info.recv_total_counter", prepare.total.as_ref()),
-        ];
-        let _caller = Caller::tell(self.set_caller, "nvte_ep_prepare", &names);
+        let names = || {
+            [
+                ("topk_idx", Some(&prepare.topk_idx)),
+                ("layout_info.expert_counters", prepare.token_counts.as_ref()),
+                ("layout_info.recv_total_counter", prepare.total.as_ref()),
+            ]
+        };
+        let _caller = Caller::tell(self.set_caller, "nvte_ep_prepare", names);
         let mut topk_idx = Descriptor::new(&prepare.topk_idx).with_int64_at(handle.indices);
         let mut counts = prepare.token_counts.as_ref().map(Descriptor::new);
         let mut total = Descriptor::new(total);
@@ -224,13 +226,15 @@ impl Group {
         pass: Pass,
         stream: Stream,
     ) -> Result<()> {
-        let names = [
-            ("inputs.tokens", Some(tokens)),
-            ("inputs.topk_weights", weights),
-            ("outputs.tokens", Some(recv_tokens)),
-            ("outputs.topk_weights", recv_weights),
-        ];
-        let _caller = Caller::tell(self.set_caller, function, &names);
+        let names = || {
+            [
+                ("inputs.tokens", Some(tokens)),
+                ("inputs.topk_weights", weights),
+                ("outputs.tokens", Some(recv_tokens)),
+                ("outputs.topk_weights", recv_weights),
+            ]
+        };
+        let _caller = Caller::tell(self.set_caller, function, names);
         let scales_of = |view: &TensorView| {
             view.scales.as_ref()?;
             view.scale_tensor("scales").as_ref().map(Descriptor::new)
@@ -286,13 +290,15 @@ impl Group {
         pass: Pass,
         stream: Stream,
     ) -> Result<()> {
-        let names = [
-            ("inputs.tokens", Some(rows)),
-            ("inputs.topk_weights", row_weights),
-            ("outputs.tokens", Some(tokens)),
-            ("outputs.topk_weights", weights),
-        ];
-        let _caller = Caller::tell(self.set_caller, function, &names);
+        let names = || {
+            [
+                ("inputs.tokens", Some(rows)),
+                ("inputs.topk_weights", row_weights),
+                ("outputs.tokens", Some(tokens)),
+                ("outputs.topk_weights", weights),
+            ]
+        };
+        let _caller = Caller::tell(self.set_caller, function, names);
         let (mut rows, mut row_weights) = (Descriptor::new(rows), row_weights.map(Descriptor::new));
         let (mut tokens, mut weights) = (Descriptor::new(tokens), weights.map(Descriptor::new));
         let mut inputs = b::ncclEpCombineInputs_t::with_header();
