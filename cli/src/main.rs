@@ -203,7 +203,8 @@ fn parent(command: &Job) -> Outcome<ExitCode> {
     }
     // All are looked at before the first one starts.
     let prepared: Vec<_> = numbers.into_iter().map(|ranks| (ranks, prepare(command, ranks))).collect();
-    let _alone = if matches!(command, Job::Warmup(_)) { Some(warmup::alone()?) } else { None };
+    let limit = Duration::from_secs(shared.timeout);
+    let _alone = if matches!(command, Job::Warmup(_)) { Some(warmup::alone(limit)?) } else { None };
     let mut reported = Vec::new();
     for (ranks, (problem, steps, choice, plan)) in prepared {
         announce(&choice, &plan);
@@ -212,7 +213,7 @@ fn parent(command: &Job) -> Outcome<ExitCode> {
             steps,
             max_sms: plan.max_sms,
             variables: variables(&choice, &plan),
-            timeout: Duration::from_secs(shared.timeout),
+            timeout: limit,
             verbose: shared.verbose,
         };
         match supervise::supervise(&start)? {

@@ -3,10 +3,13 @@
 use crate::Outcome;
 use crate::bench::Case;
 use crate::bench::report::CaseTimes;
+use crate::process::say;
 use crate::report::{Head, RankReport, Table, failures};
 use rustix::fs::FlockOperation;
+use rustix::io::Errno;
 use serde::Serialize;
 use std::fs::File;
+use std::time::{Duration, Instant};
 
 /// What one kind of group took.
 #[derive(Debug, Serialize)]
@@ -30,14 +33,29 @@ struct Report<'a> {
     groups: Vec<Warmed<'a>>,
 }
 
-/// Waits until no other warmup of this user runs on this machine, so that each kernel is compiled once.
-pub fn alone() -> Outcome<File> {
+/// Waits until no other warmup of this user runs on this machine, so that each kernel is compiled once; at most `limit`.
+pub fn alone(limit: Duration) -> Outcome<File> {
     let user = rustix::process::geteuid().as_raw();
     let path = std::env::temp_dir().join(format!("nvte-ep-warmup-{user}.lock"));
-    let told = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
-    let file = File::options().create(true).truncate(false).write(true).open(&path).map_err(|error| told(&error))?;
-    rustix::fs::flock(&file, FlockOperation::LockExclusive).map_err(|error| told(&error))?;
-    Ok(file)
+    let file = File::options().create(true).truncate(false).write(true).open(&path);
+    let file = file.map_err(|error| format!("{}: {error}", path.display()))?;
+    let begin = Instant::now();
+    let mut told = false;
+    loop {
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(file),
+            Err(Errno::WOULDBLOCK) if begin.elapsed() < limit => {}
+            Err(Errno::WOULDBLOCK) => {
+                let seconds = limit.as_secs();
+                return Err(format!("another warmup has held {} for {seconds} s (--timeout)", path.display()).into());
+            }
+            Err(error) => return Err(format!("{}: {error}", path.display()).into()),
+        }
+        if !std::mem::replace(&mut told, true) {
+            say(format_args!("waiting for another warmup, which holds {}", path.display()));
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
 }
 
 /// What is printed, and whether every rank came to its end. `cases`: what was asked for, in order.

@@ -400,3 +400,17 @@ fn warmup_runs_two_steps_of_each_shape() {
     let output = warmup(&["--hidden=20"]);
     assert_eq!(output.status.code(), Some(2));
 }
+
+#[test]
+fn a_warmup_waits_for_another_one_and_not_for_ever() {
+    let folder = tempfile::tempdir().unwrap();
+    // SAFETY: takes nothing.
+    let user = unsafe { libc::geteuid() };
+    let lock = std::fs::File::create(folder.path().join(format!("nvte-ep-warmup-{user}.lock"))).unwrap();
+    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    let mut command = subcommand("warmup", &["--runtime=host", "--ranks=1", "--timeout=1"]);
+    let output = command.env("TMPDIR", folder.path()).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let error = text(&output.stderr);
+    assert!(error.contains("waiting for another warmup") && error.contains("for 1 s (--timeout)"), "{error}");
+}

@@ -8,6 +8,7 @@ use crate::bench::report::{BenchReport, CaseResult, GroupResult};
 use crate::report::{RankReport, RunReport, StepReport};
 use clap::ValueEnum;
 use draw::{Bars, Heat, Lines, Picture};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -33,9 +34,11 @@ pub fn run(args: &PlotArgs) -> Outcome<ExitCode> {
         let found = of_text(&text).map_err(|error| told(&error))?;
         pictures.extend(found.into_iter().map(|(name, picture)| (format!("{stem}{name}"), picture)));
     }
-    for path in write(&pictures, &args.output, &args.format)? {
-        println!("{}", path.display());
-    }
+    let files = write(&pictures, &args.output, &args.format)?;
+    let text: String = files.iter().map(|path| format!("{}\n", path.display())).collect();
+    let mut out = std::io::stdout().lock();
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    written.map_err(|error| format!("cannot write to standard output: {error}"))?;
     Ok(ExitCode::SUCCESS)
 }
 
