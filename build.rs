@@ -27,7 +27,7 @@ fn cubins() {
             let path = folder.join(format!("native_sm_{architecture}.cubin"));
             println!("cargo::rerun-if-changed={}", path.display());
             assert!(path.is_file(), "{} is missing: packaging/cubins.sh makes it", path.display());
-            writeln!(table, "    ({architecture}, include_bytes!({path:?})),").expect("a string takes all");
+            writeln!(table, "    ({architecture}, &Aligned(*include_bytes!({path:?}))),").expect("a string takes all");
         }
     }
     table.push(']');

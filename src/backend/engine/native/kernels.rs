@@ -16,13 +16,17 @@ use std::ffi::{CStr, c_int, c_void};
 const PTX: &str = concat!(include_str!("../../../../kernels/native.ptx"), "\0");
 
 /// Machine code by compute capability (90 is 9.0), in releases alone (build.rs).
-const CUBINS: &[(i32, &[u8])] = include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
+const CUBINS: &[(i32, &Aligned<[u8]>)] = include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
+
+/// As a compiler's own machine code lies in a program: its headers have 64-bit fields, which the driver may read in place.
+#[repr(C, align(16))]
+struct Aligned<T: ?Sized>(T);
 
 /// The machine code for a GPU; it runs on later ones of the same generation.
 fn cubin(runtime: RuntimeKind, facts: &DeviceFacts) -> Option<&'static [u8]> {
     let (major, _) = facts.compute_capability;
     let found = CUBINS.iter().find(|(architecture, _)| *architecture == major * 10);
-    found.filter(|_| runtime == RuntimeKind::Cuda).map(|(_, cubin)| *cubin)
+    found.filter(|_| runtime == RuntimeKind::Cuda).map(|(_, cubin)| &cubin.0)
 }
 
 #[derive(Debug)]
