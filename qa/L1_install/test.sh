@@ -219,8 +219,10 @@ weight() {
   local kib; kib=$(du -sk --apparent-size "$work/full" | cut -f1)
   echo "installed: $((kib * 1024)) bytes, of which libnvte_ep.so.1 $(stat -c %s "$lib/libnvte_ep.so.1")"
   cat "$te/size.txt"
-  [ "$kib" -lt 12000 ]
+  # Three libraries have 1.5 MB more in releases: machine code of the native engine's kernels.
+  [ "$kib" -lt "$([ -n "${NVTE_EP_RELEASED:-}" ] && echo 19000 || echo 14000)" ]
 }
 check "size beside TransformerEngine's" weight
-check "sizes in README.md and docs/install.md" qa/L1_install/sizes.py --check "$work/full"
+# They are of a build of one's own.
+[ -n "${NVTE_EP_RELEASED:-}" ] || check "sizes in README.md and docs/install.md" qa/L1_install/sizes.py --check "$work/full"
 finish
