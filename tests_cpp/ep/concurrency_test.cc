@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdio>
@@ -21,6 +22,7 @@
 #include "support/ep.h"
 #include "support/expect_error.h"
 #include "support/host_stats.h"
+#include "support/lanes.h"
 
 namespace test {
 namespace {
@@ -254,6 +256,33 @@ TEST(Streams, OutputsFilledOnTheComputeStream) {
     SCOPED_TRACE("iteration " + std::to_string(i));
     World::Get().Wait(streams.stream[kCompute]);
     CheckAll(step);
+  }
+}
+
+// What test_stress relies on: a fill on the world's stream stands between two calls, and a copy there sees what a call
+// wrote, on whatever streams the calls are and however late those.
+TEST(Streams, LanesOrderCallsAndTheWorldsStream) {
+  Dice dice(9405);
+  Lanes lanes;
+  DeviceBuffer<std::uint8_t> written(64), seen(64);
+  const auto late = [](cudaStream_t stream) {
+    const auto sleep = [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(1)); };
+    TEST_CUDA(cudaLaunchHostFunc(stream, sleep, nullptr));
+  };
+  const auto fill = [&](int value, cudaStream_t stream) {
+    late(stream);
+    TEST_CUDA(cudaMemsetAsync(written.data(), value, written.bytes(), stream));
+  };
+  for (std::uint8_t i = 0; i < 60; ++i) {
+    SCOPED_TRACE(+i);
+    lanes.Call(dice, [&](cudaStream_t stream) { fill(100 + i, stream); });
+    EXPECT_EQ(written.Download(), std::vector<std::uint8_t>(written.size(), 100 + i));
+    lanes.Call(dice, [&](cudaStream_t stream) { late(stream); });
+    fill(i, World::Get().stream());
+    lanes.Call(dice, [&](cudaStream_t stream) {
+      TEST_CUDA(cudaMemcpyAsync(seen.data(), written.data(), seen.bytes(), cudaMemcpyDeviceToDevice, stream));
+    });
+    EXPECT_EQ(seen.Download(), std::vector<std::uint8_t>(seen.size(), i));
   }
 }
 

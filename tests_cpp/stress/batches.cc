@@ -41,7 +41,6 @@ class StepBatch : public Batch {
   bool HoldsMemory() const override { return graph_ != nullptr; }
 
   void Act(Dice& dice, Lanes& lanes) override {
-    lanes.Home();
     if (!prepared_) {
       Prepare(dice, lanes);
       prepared_ = true;
@@ -54,17 +53,16 @@ class StepBatch : public Batch {
     if (fixed_ && graph_ == nullptr && form < 40) return Capture(dice, lanes);
     if (graph_ != nullptr && form < 70) return Replay(dice, lanes, dice.Percent(70));
     if (graph_ != nullptr && form < 75) {
-      lanes.Wait();
+      World::Get().Wait();
       graph_.reset();
       return;
     }
     One(dice, lanes);
   }
 
-  void Finish(Lanes& lanes) override {
-    lanes.Home();
+  void Finish() override {
     CheckPending();
-    lanes.Wait();
+    World::Get().Wait();
     graph_.reset();
     if (!step_.topk_idx.GuardIntact() || !step_.tokens.GuardIntact() || !step_.weights.GuardIntact()) {
       Fail("wrote behind an input");
@@ -87,7 +85,6 @@ class StepBatch : public Batch {
     } else {
       lanes.Call(dice, [&](cudaStream_t stream) { step_.prepare_args().Call(stream); });
     }
-    lanes.Home();
     step_.CheckCounts();
   }
 
@@ -118,7 +115,6 @@ class StepBatch : public Batch {
     Name(other, given);
     lanes.Call(dice, [&](cudaStream_t stream) { other.prepare_args().Call(stream); });
     lanes.Call(dice, [&](cudaStream_t stream) { other.dispatch_args().Call(stream); });
-    lanes.Home();
     other.CheckCounts();
     other.CheckReceived();
     if (graph_ != nullptr && dice.Percent(70)) return Replay(dice, lanes, /*anew=*/true);
@@ -145,7 +141,6 @@ class StepBatch : public Batch {
     UploadInputs(step_);
     ClearOutputs(step_);
     lanes.Call(dice, [&](cudaStream_t stream) { CallAsInGraph(stream); });
-    lanes.Home();
     CheckOfGraph();
     const cudaStreamCaptureMode mode = DrawMode(dice);
     lanes.Call(dice, [&](cudaStream_t stream) {
@@ -177,7 +172,6 @@ class StepBatch : public Batch {
     if (anew) Renew(dice);
     if (anew && !prepare_in_graph_) {
       lanes.Call(dice, [&](cudaStream_t stream) { step_.prepare_args().Call(stream); });
-      lanes.Home();
       step_.CheckCounts();
     }
     UploadInputs(step_);
@@ -186,7 +180,6 @@ class StepBatch : public Batch {
       lanes.Call(dice, [&](cudaStream_t stream) { graph_->Enqueue(stream); });
       ++TheFigures().replays;
     }
-    lanes.Home();
     CheckOfGraph();
   }
 
@@ -247,9 +240,7 @@ class StepBatch : public Batch {
         break;
     }
     pending_[act] = true;
-    if (!check_now) return;
-    lanes.Home();
-    Check(act);
+    if (check_now) Check(act);
   }
 
   void CheckPending() {
@@ -309,8 +300,7 @@ class PlacedBatch : public Batch {
     return std::any_of(graphs_.begin(), graphs_.end(), [](const auto& graph) { return graph != nullptr; });
   }
 
-  void Act(Dice& dice, Lanes& lanes) override {
-    lanes.Home();
+  void Act(Dice& dice, Lanes&) override {
     layer_.Used(step_.reference().routing().rows);
     if (!prepared_ || dice.Percent(15)) return Prepare(dice);
     const int act = dice.Between(0, kActs - 1);
@@ -341,8 +331,8 @@ class PlacedBatch : public Batch {
     }
   }
 
-  void Finish(Lanes& lanes) override {
-    lanes.Wait();
+  void Finish() override {
+    World::Get().Wait();
     graphs_ = {};
   }
 

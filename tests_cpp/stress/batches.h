@@ -8,10 +8,10 @@
 #include <type_traits>
 #include <vector>
 
-#include "stress/lanes.h"
 #include "stress/layers.h"
 #include "stress/stress.h"
 #include "support/ep.h"
+#include "support/lanes.h"
 
 namespace test {
 
@@ -20,7 +20,7 @@ class Batch {
   virtual ~Batch() = default;
   // Makes a call, or a few, or launches a graph.
   virtual void Act(Dice& dice, Lanes& lanes) = 0;
-  virtual void Finish(Lanes& lanes) = 0;
+  virtual void Finish() = 0;
   virtual void UseHandle(const Handle& handle) = 0;
   // Whether a graph goes by the address of the handle memory.
   virtual bool HoldsMemory() const = 0;

@@ -875,14 +875,6 @@ void RunRound(Dice& dice) {
 
 }  // namespace
 
-void RunInvalid() {
-  const double until = Now() + TheSettings().seconds;
-  for (std::uint64_t round = 0; TimeIsLeft(until); ++round) {
-    Begin("invalid", round);
-    Dice dice(Mix(TheSettings().seed, 2, round));
-    RunRound(dice);
-    FailIfWrong();
-  }
-}
+void RunInvalid() { MakeRounds("invalid", 2, RunRound); }
 
 }  // namespace test

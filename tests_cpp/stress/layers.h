@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "stress/lanes.h"
 #include "stress/stress.h"
 #include "support/ep.h"
 #include "support/symm.h"
@@ -124,9 +123,9 @@ class MovableLayer {
 
   Handle handle() const { return place_ != nullptr ? layer.HandleOver(tensor_) : layer.handle(); }
   // To other memory. What stays behind is as it was, or garbage.
-  void Move(Dice& dice, Lanes& lanes) {
+  void Move(Dice& dice) {
     const bool garbage = dice.Percent(50);
-    lanes.Wait();
+    World::Get().Wait();
     std::uint8_t* const from = address();
     DeviceBuffer<std::uint8_t> own;
     std::uint8_t* to = nullptr;
@@ -139,7 +138,7 @@ class MovableLayer {
     }
     CopyOnDevice(to, from, bytes());
     if (garbage || slices_ == nullptr) TEST_CUDA(cudaMemsetAsync(from, 0xcb, bytes(), World::Get().stream()));
-    lanes.Wait();
+    World::Get().Wait();
     if (slices_ != nullptr) slices_->GiveBack(from);
     std::swap(memory_, own);
     Place(to);

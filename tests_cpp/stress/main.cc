@@ -1,7 +1,7 @@
 // Random use and misuse of the library, for as long as one likes: test_stress [--kinds KIND,...] [--seconds N]
-// [--seed S] [--cycles N] [--steps N] [--slices 0], under mpirun with any number of ranks, on the host runtime and on
-// GPUs. The last line that rank 0 prints holds the figures; a run that fails says the seed, kind and round on every
-// rank that saw it.
+// [--seed S] [--round N] [--cycles N] [--steps N] [--slices 0], under mpirun with any number of ranks, on the host
+// runtime and on GPUs. The last line that rank 0 prints holds the figures; a run that fails says the seed, kind and
+// round on every rank that saw it.
 
 #include <gtest/gtest.h>
 
@@ -72,10 +72,27 @@ void FailIfWrong() {
 
 double Now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
+namespace {
+
+// Whether the clock of rank 0 is before `until`. Collective.
 bool TimeIsLeft(double until) {
   int left = Now() < until ? 1 : 0;
   MPI_Bcast(&left, 1, MPI_INT, 0, MPI_COMM_WORLD);
   return left != 0;
+}
+
+}  // namespace
+
+void MakeRounds(const std::string& kind, std::uint64_t number, const std::function<void(Dice&)>& make) {
+  const Settings& settings = TheSettings();
+  const double until = Now() + settings.seconds;
+  for (std::uint64_t made = 0; TimeIsLeft(until); ++made) {
+    const std::uint64_t round = settings.round.value_or(made);
+    Begin(kind, round);
+    Dice dice(Mix(settings.seed, number, round));
+    make(dice);
+    FailIfWrong();
+  }
 }
 
 std::vector<int> DrawRows(Dice& dice, int least, int most) {
@@ -181,6 +198,8 @@ int Run(int argc, char** argv) {
       settings.seconds = std::atof(value);
     } else if (value != nullptr && name == "--seed") {
       settings.seed = std::strtoull(value, nullptr, 10);
+    } else if (value != nullptr && name == "--round") {
+      settings.round = std::strtoull(value, nullptr, 10);
     } else if (value != nullptr && name == "--cycles") {
       settings.cycles = std::atoi(value);
     } else if (value != nullptr && name == "--steps") {
@@ -190,7 +209,7 @@ int Run(int argc, char** argv) {
     } else {
       Fail(
           "usage: test_stress [--kinds valid,invalid,cycles,steps | --kinds faults] [--seconds N] [--seed S] "
-          "[--cycles N] [--steps N] [--slices 0]");
+          "[--round N] [--cycles N] [--steps N] [--slices 0]");
     }
   }
   std::stringstream list(kinds);

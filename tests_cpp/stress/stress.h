@@ -6,10 +6,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <random>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "support/dice.h"
 #include "support/ep.h"
 #include "support/reference.h"
 #include "support/symm.h"
@@ -22,6 +23,8 @@ struct Settings {
   double seconds = 10;
   int cycles = 200;
   int steps = 20000;
+  // The one round that is made, again and again, if not all are made one after the other.
+  std::optional<std::uint64_t> round;
   // Whether the handle memory of some groups' layers lies in one allocation.
   bool slices = true;
 };
@@ -46,26 +49,11 @@ void Begin(const std::string& kind, std::uint64_t round);
 [[noreturn]] void Fail(const std::string& why);
 // Fails if any EXPECT_ did since the start.
 void FailIfWrong();
-// Whether the clock of rank 0 is before the end of the kind's time. Collective.
-bool TimeIsLeft(double until);
+// Makes rounds of a kind for its time, each with the chance that the seed, the kind's `number` and the round give.
+// Collective.
+void MakeRounds(const std::string& kind, std::uint64_t number, const std::function<void(Dice&)>& make);
+// Seconds of a clock that does not jump.
 double Now();
-
-// The same throws on every rank.
-class Dice {
- public:
-  explicit Dice(std::uint64_t seed) : random_(seed) {}
-
-  int Between(int least, int most) { return least + static_cast<int>(random_() % (most - least + 1)); }
-  bool Percent(int chance) { return Between(0, 99) < chance; }
-  template <typename T>
-  const T& OneOf(const std::vector<T>& values) {
-    return values[random_() % values.size()];
-  }
-  std::uint64_t Number() { return random_(); }
-
- private:
-  std::mt19937_64 random_;
-};
 
 // A routing, and what the callers write into topk_idx for it: the same where nothing is masked, named again or no
 // expert.

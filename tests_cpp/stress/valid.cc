@@ -12,11 +12,11 @@
 #include "ep/graph.h"
 #include "ep/scaled_step.h"
 #include "stress/batches.h"
-#include "stress/lanes.h"
 #include "stress/layers.h"
 #include "stress/stress.h"
 #include "stress/symmetric.h"
 #include "support/host_stats.h"
+#include "support/lanes.h"
 
 namespace test {
 namespace {
@@ -102,35 +102,31 @@ void RunRound(Dice& dice) {
       if (left == 0) continue;
       --left;
       ++alive;
-      lanes.Home();
       batches[i] = DrawBatch(dice, shape, group, *layers[i]);
       batches[i]->acts = dice.Between(3, 14);
     }
     if (may_move && !batches[i]->HoldsMemory() && dice.Percent(sliced ? 25 : 10)) {
-      layers[i]->Move(dice, lanes);
+      layers[i]->Move(dice);
       batches[i]->UseHandle(layers[i]->handle());
     }
-    if (with_symmetric && dice.Percent(25)) {
-      lanes.Home();
-      symmetric.Act(dice);
-    }
+    if (with_symmetric && dice.Percent(25)) symmetric.Act(dice);
     batches[i]->Act(dice, lanes);
     if (dice.Percent(10)) CheckUsage(book);
     if (--batches[i]->acts > 0) continue;
-    batches[i]->Finish(lanes);
+    batches[i]->Finish();
     batches[i].reset();
     --alive;
     ++TheFigures().steps;
     if (dice.Percent(25)) {
       // Another layer, whose handle memory may come to lie where this one's is now.
-      lanes.Wait();
+      World::Get().Wait();
       layers[i]->Check();
       layers[i].reset();
       layers[i] = draw_layer();
     }
     FailIfWrong();
   }
-  lanes.Wait();
+  World::Get().Wait();
   for (const auto& layer : layers) layer->Check();
   symmetric.Clear();
   CheckUsage(book);
@@ -201,17 +197,13 @@ void RunScaledRound(Dice& dice) {
 }  // namespace
 
 void RunValid() {
-  const double until = Now() + TheSettings().seconds;
-  for (std::uint64_t round = 0; TimeIsLeft(until); ++round) {
-    Begin("valid", round);
-    Dice dice(Mix(TheSettings().seed, 1, round));
+  MakeRounds("valid", 1, [](Dice& dice) {
     if (dice.Percent(12)) {
       RunScaledRound(dice);
     } else {
       RunRound(dice);
     }
-    FailIfWrong();
-  }
+  });
 }
 
 }  // namespace test
