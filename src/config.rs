@@ -7,7 +7,7 @@ use crate::limits::{self, Limits};
 use std::fmt;
 
 /// Most experts per token that the interface knows. Engines may take fewer.
-pub const MAX_TOP_K: u32 = 32;
+pub const MAX_TOP_K: u32 = 64;
 
 /// What tokens can be made of.
 const TOKEN_DTYPES: [DType; 5] =
@@ -704,10 +704,19 @@ pub(crate) mod tests {
             LayerConfig::parse("layer_config", 1, 0).unwrap().alignment,
             LayerConfig::parse("layer_config", 1, 1).unwrap().alignment
         );
-        for top_k in [0, -1, 33] {
+        for top_k in [0, -1, 65] {
             let text = LayerConfig::parse("layer_config", top_k, 0).unwrap_err().to_string();
-            assert_eq!(text, format!("layer_config.top_k must be 1 to 32 experts per token, got {top_k}"));
+            assert_eq!(text, format!("layer_config.top_k must be 1 to 64 experts per token, got {top_k}"));
         }
+        let wide = |limits| {
+            let group = GroupConfig::of(GroupRequest { num_experts: 128, ..REQUEST }, limits).unwrap();
+            LayerConfig::parse("layer_config", 33, 0).unwrap().check_against(&group)
+        };
+        wide(&limits::NATIVE).unwrap();
+        assert_eq!(
+            wide(&limits::NCCL_EP).unwrap_err().to_string(),
+            "layer_config.top_k must be at most 32 experts per token with NCCL EP, got 33"
+        );
         for alignment in [3, 12, 1 << 31, usize::MAX] {
             let text = LayerConfig::parse("layer_config", 2, alignment).unwrap_err().to_string();
             assert!(

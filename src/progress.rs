@@ -91,12 +91,12 @@ impl Step {
         Self { call, top_k: 0, size: 0, dtype: None, weights: false }
     }
 
-    /// Bits: 0-3 call, 4 weights, 5-8 data type + 1, 9-14 top_k, 15-31 size, cut off.
+    /// Bits: 0-3 call, 4 weights, 5-8 data type + 1, 9-15 top_k, 16-31 size, cut off.
     #[inline]
     pub(crate) fn pack(self) -> u32 {
         let dtype = self.dtype.map_or(0, |dtype| dtype as u32 + 1);
-        let size = (self.size as u32).min((1 << 17) - 1);
-        self.call as u32 | u32::from(self.weights) << 4 | dtype << 5 | (self.top_k & 63) << 9 | size << 15
+        let size = (self.size as u32).min((1 << 16) - 1);
+        self.call as u32 | u32::from(self.weights) << 4 | dtype << 5 | (self.top_k & 127) << 9 | size << 16
     }
 
     /// Whether the kernels of both ranks fit together.
@@ -112,8 +112,8 @@ impl Step {
         };
         Some(Self {
             call: *Call::ALL.get(word as usize & 15)?,
-            top_k: word >> 9 & 63,
-            size: (word >> 15) as usize,
+            top_k: word >> 9 & 127,
+            size: (word >> 16) as usize,
             dtype,
             weights: word >> 4 & 1 == 1,
         })
@@ -534,9 +534,9 @@ mod tests {
         }
         assert_eq!(Step::unpack(STEP.pack()), Some(STEP));
         assert_eq!(STEP.to_string(), "nvte_ep_dispatch (top_k 8, rows of 7168 bfloat16, with weights)");
-        let prepare = Step { call: Call::Prepare, top_k: 32, size: 0, dtype: None, weights: false };
+        let prepare = Step { call: Call::Prepare, top_k: 64, size: 0, dtype: None, weights: false };
         assert_eq!(Step::unpack(prepare.pack()), Some(prepare));
-        assert_eq!(prepare.to_string(), "nvte_ep_prepare (top_k 32)");
+        assert_eq!(prepare.to_string(), "nvte_ep_prepare (top_k 64)");
         assert!(STEP.fits(Step { dtype: Some(DType::Float16), ..STEP }) && !STEP.fits(Step { size: 4096, ..STEP }));
         assert!(!STEP.fits(Step { weights: false, ..STEP }) && !STEP.fits(prepare));
         assert_eq!(Step::unpack(15), None);
@@ -637,12 +637,12 @@ mod tests {
 
         // What no rank waits for is told too, if it ends the group; a call that was made again is not.
         let ranks = group(12, 2);
-        ranks[1].refuse("nvte_ep_register_layer: layer_config.top_k must be 1 to 32", false);
+        ranks[1].refuse("nvte_ep_register_layer: layer_config.top_k must be 1 to 64", false);
         ranks[0].enter(STEP);
         assert_eq!(ranks[0].why().text, "rank 1 has made 0 calls");
         ranks[1].enter_shutdown();
         let text = ranks[0].futile().unwrap();
-        assert!(text.ends_with(", after this was refused: nvte_ep_register_layer: layer_config.top_k must be 1 to 32"));
+        assert!(text.ends_with(", after this was refused: nvte_ep_register_layer: layer_config.top_k must be 1 to 64"));
         let ranks = group(13, 2);
         ranks[1].refuse(REFUSAL, true);
         ranks[1].enter(STEP);

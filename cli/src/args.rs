@@ -528,7 +528,7 @@ impl SharedArgs {
         positive("--tokens", tokens, 1 << 20)?;
         positive("--hidden", hidden, 1 << 20)?;
         positive("--experts", experts, 1 << 16)?;
-        positive("--top-k", top_k, 32)?;
+        positive("--top-k", top_k, 64)?;
         if !(1..=MOST_SECONDS).contains(&self.timeout) {
             return Err(format!("--timeout must be 1 to {MOST_SECONDS} seconds, got {}", self.timeout));
         }
@@ -592,7 +592,7 @@ mod tests {
             (&["--experts", "16"][..], 3, "--experts must be a multiple of the 3 ranks, got 16"),
             (&["--experts", "6"], 2, "--experts must be a multiple of 4 (NCCL EP's routing map), got 6"),
             (&["--top-k", "8", "--experts", "4"], 2, "--top-k must be at most the 4 experts, got 8"),
-            (&["--top-k", "33", "--experts", "64"], 2, "--top-k must be 1 to 32, got 33"),
+            (&["--top-k", "65", "--experts", "128"], 2, "--top-k must be 1 to 64, got 65"),
             (&["--hidden", "12"], 2, "--hidden must be a multiple of 8 (combine's vector width), got 12"),
             (&["--align", "12"], 2, "--align must be 0 or a power of two up to 65536, got 12"),
             (&["--steps", "0"], 2, "--steps must be 1 to 1000000, got 0"),

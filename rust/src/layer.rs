@@ -17,7 +17,7 @@ use nvte_ep_core::tensor::{Shape, TensorView};
 /// What a layer is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerConfig {
-    /// Experts per token, 1 to 32.
+    /// Experts per token, 1 to 64; over NCCL EP at most 32.
     pub top_k: u32,
     /// Each expert's received rows are padded to a multiple of this many; a power of two, 0 or 1 = no padding.
     pub alignment: usize,

@@ -43,7 +43,7 @@ pub struct NVTEEpGroupConfig {
 pub struct NVTEEpLayerConfig {
     /// Reserved; the group determines it, and any value is accepted.
     pub num_local_experts: c_int,
-    /// Experts per token, 1 to 32.
+    /// Experts per token, 1 to 64; over NCCL EP at most 32.
     pub top_k: c_int,
     /// Each expert's received rows are padded to a multiple of this many; a power of two, 0 or 1 = no padding.
     pub dispatch_output_per_expert_alignment: usize,

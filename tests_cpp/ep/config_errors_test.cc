@@ -162,7 +162,7 @@ class LayerConfigErrors : public ErrorTest {
 TEST_F(LayerConfigErrors, TopK) {
   RefusesLayer(0, 1, {"top_k", "got 0"});
   RefusesLayer(-1, 1, {"top_k", "-1"});
-  RefusesLayer(33, 1, {"top_k", "33"});
+  RefusesLayer(65, 1, {"top_k", "1 to 64", "65"});
   const int experts = Experts(rig().group);
   RefusesLayer(experts + 1, 1, {"top_k", std::to_string(experts), std::to_string(experts + 1)});
 }

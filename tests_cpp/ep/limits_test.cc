@@ -163,6 +163,28 @@ TEST(Limits, ExpertsBeyondNineBits) {
   Step<BFloat16>(group, one, last, 9671).ForwardAndBackward();
 }
 
+// As many experts a token as the engine takes, and one more.
+TEST(Limits, ExpertsPerToken) {
+  const int most = OnNativeEngine() ? 64 : 32;
+  GroupShape shape;
+  shape.experts_per_rank = 80 / Ranks() / 4 * 4;
+  shape.top_k = most;
+  shape.max_tokens = 8;
+  Group group(shape);
+  Layer layer(most, 1);
+  const int experts = Experts(group);
+  const Routing routing = MakeRouting(
+      EvenRows(8), most, [=](int rank, int row, int k) { return (17 * rank + 5 * row + k) % experts; });
+  Step<BFloat16>(group, layer, routing, 9672).ForwardAndBackward();
+  try {
+    Layer(most + 1, 1);
+    ADD_FAILURE() << "a layer of " << most + 1 << " experts per token";
+  } catch (const std::runtime_error& error) {
+    const std::string rule = most == 64 ? "must be 1 to 64 experts per token" : "must be at most 32 experts per token with NCCL EP";
+    EXPECT_NE(std::string(error.what()).find(rule), std::string::npos) << error.what();
+  }
+}
+
 // The batch that profilers begin with: all tokens alike, for the experts of one rank, which gets everything.
 TEST(Limits, IdenticalTokens) {
   GroupShape shape;

@@ -66,7 +66,7 @@ typedef struct NVTEEpLayerConfig {
    */
   int num_local_experts;
   /**
-   * Experts per token, 1 to 32.
+   * Experts per token, 1 to 64; over NCCL EP at most 32.
    */
   int top_k;
   /**

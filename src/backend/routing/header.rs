@@ -20,11 +20,11 @@ const _: () = assert!(TOTAL_OFFSET == 2 * size_of::<u32>() && WORDS * size_of::<
 
 /// The two words of a header: a packed description with a check of everything, and the token count.
 ///
-/// Bits of the first word: 0-4 top_k - 1, 5 whether indices are int32, 6-10 log2 of the alignment, 11-31 the check.
+/// Bits of the first word: 0-5 top_k - 1, 6 whether indices are int32, 7-11 log2 of the alignment, 12-31 the check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Header(pub(crate) [u32; 2]);
 
-const CHECK_SHIFT: u32 = 11;
+const CHECK_SHIFT: u32 = 12;
 
 fn check(description: u32, num_tokens: u32, group: u64) -> u32 {
     let words = u64::from(num_tokens) << 32 | u64::from(description);
@@ -45,7 +45,7 @@ impl Header {
     /// The header of a prepare in the group that `group` identifies.
     pub(crate) fn new(layer: &LayerConfig, prepared: Prepared, group: u64) -> Self {
         let index = u32::from(prepared.index_dtype == DType::Int32);
-        let description = (layer.top_k - 1) | index << 5 | layer.alignment.tokens().trailing_zeros() << 6;
+        let description = (layer.top_k - 1) | index << 6 | layer.alignment.tokens().trailing_zeros() << 7;
         let num_tokens = prepared.num_tokens as u32;
         Self([description | check(description, num_tokens, group), num_tokens])
     }
@@ -58,8 +58,8 @@ impl Header {
             return None;
         }
         let top_k = (description & (MAX_TOP_K - 1)) + 1;
-        let alignment = SlabAlignment::parse("header", 1 << (description >> 6 & 31)).ok()?;
-        let index_dtype = if description >> 5 & 1 == 1 { DType::Int32 } else { DType::Int64 };
+        let alignment = SlabAlignment::parse("header", 1 << (description >> 7 & 31)).ok()?;
+        let index_dtype = if description >> 6 & 1 == 1 { DType::Int32 } else { DType::Int64 };
         let prepared = Prepared { num_tokens: num_tokens as usize, index_dtype, recv_total: None };
         Some((LayerConfig { top_k, alignment }, prepared))
     }
@@ -71,7 +71,7 @@ mod tests {
 
     #[test]
     fn headers_round_trip() {
-        for top_k in [1, 2, 31, 32] {
+        for top_k in [1, 2, 31, 32, 33, 64] {
             for alignment in [1, 2, 128, 1 << 30] {
                 for index_dtype in [DType::Int32, DType::Int64] {
                     for num_tokens in [0, 1, 65536] {

@@ -77,7 +77,7 @@ typedef struct NVTEEpLayerConfig {
    */
   size_t struct_size;
   /**
-   * Experts per token, 1 to 32.
+   * Experts per token, 1 to 64; over NCCL EP at most 32.
    */
   int top_k;
   /**
