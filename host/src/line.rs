@@ -103,6 +103,26 @@ impl Line {
         spans: &[Span],
         run: impl Fn(&mut Channel) -> Outcome<()> + Send + Sync + 'static,
     ) -> Outcome<()> {
+        self.enqueue_counted(stream, Some(counter), spans, run)
+    }
+
+    /// As [`Line::enqueue`], for the rest of an operation that has been counted.
+    pub fn enqueue_rest(
+        &self,
+        stream: &Arc<Stream>,
+        spans: &[Span],
+        run: impl Fn(&mut Channel) -> Outcome<()> + Send + Sync + 'static,
+    ) -> Outcome<()> {
+        self.enqueue_counted(stream, None, spans, run)
+    }
+
+    fn enqueue_counted(
+        &self,
+        stream: &Arc<Stream>,
+        counter: Option<Counter>,
+        spans: &[Span],
+        run: impl Fn(&mut Channel) -> Outcome<()> + Send + Sync + 'static,
+    ) -> Outcome<()> {
         if let Err(fault) = stream.device().check() {
             // Peers wait for this operation and it will never run.
             self.trip(&fault.text);
@@ -171,7 +191,7 @@ impl LineState {
         self: &Arc<Self>,
         stream: &Arc<Stream>,
         after: Vec<Point>,
-        counter: Counter,
+        counter: Option<Counter>,
         run: Operation,
     ) -> Outcome<Point> {
         if self.closed.load(Ordering::SeqCst) {
@@ -209,7 +229,9 @@ impl LineState {
         let point = stream.push_ordered(after, last.as_ref(), next, Arc::new(work))?;
         *last = Some(point.clone());
         *ordered = next;
-        stats::count(counter);
+        if let Some(counter) = counter {
+            stats::count(counter);
+        }
         Ok(point)
     }
 }

@@ -380,6 +380,19 @@ impl Span {
         unsafe { std::ptr::write_bytes((self.address + offset) as *mut u8, value, bytes) };
     }
 
+    /// Fills a part of the range with what fresh memory holds, so that nobody takes it for written.
+    pub fn poison(&self, offset: usize, bytes: usize) {
+        self.check(offset, bytes);
+        let start = self.address + offset;
+        let pattern = match find(self.address).filter(|there| self.tracked && there.kind.on_device()) {
+            Some(there) => std::array::from_fn(|index| there.poison()[(start - there.base + index) % PATTERN_BYTES]),
+            None => [POISON; PATTERN_BYTES],
+        };
+        for at in (0..bytes).step_by(PATTERN_BYTES) {
+            self.write(offset + at, &pattern[..PATTERN_BYTES.min(bytes - at)]);
+        }
+    }
+
     /// Copies another range of the same size into this one; they may overlap.
     pub fn copy_from(&self, source: &Span) {
         assert_eq!(self.bytes, source.bytes, "copy between ranges of different size");

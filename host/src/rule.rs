@@ -126,6 +126,12 @@ rules! {
     LiveHandles "live-handles" Corrupt Policy "handles are destroyed before their group, groups before their communicator";
     PeersBusy "peers-busy" Corrupt Warning "a group is destroyed after all ranks have finished its operations";
     DestroyedObject "destroyed-object" Corrupt Error "communicators, groups and handles are not used after they are destroyed";
+    StagedOperation "staged-operation" Trap Error "a low-latency group has one staged operation at a time, and ncclEpComplete ends it before anything else";
+    StagedTensors "staged-tensors" Corrupt Error "descriptors of a staged operation give data, and stay as they are until ncclEpComplete";
+    StagedStream "staged-stream" SilentlyWrong Policy "ncclEpComplete is given the stream of the operation that it ends";
+    DispatchFirst "dispatch-first" Corrupt Error "a low-latency combine follows a dispatch over its handle_mem";
+    SlabOverflow "slab-overflow" Corrupt Error "no expert receives more rows than ranks x max_dispatch_tokens_per_rank in low-latency mode";
+    BufferGrowth "buffer-growth" Corrupt Error "with rdma_buffer_size 0 no staged operation or graph needs the buffer that ncclEpInitHandle replaces";
     CaptureUnsafe "capture-unsafe" CaptureLost Error "nothing allocates, frees or waits while a stream is captured";
 }
 

@@ -11,6 +11,8 @@ pub const TIMEOUT_VARIABLE: &str = "NVTE_EP_HOST_TIMEOUT_MS";
 pub const DEVICES_VARIABLE: &str = "NVTE_EP_HOST_DEVICES";
 /// The [`Policy`].
 pub const POLICY_VARIABLE: &str = "NVTE_EP_HOST_CHECK";
+/// Seed of the order in which an expert's rows lie after a low-latency dispatch.
+pub const SHUFFLE_VARIABLE: &str = "NVTE_EP_HOST_LL_SHUFFLE";
 
 /// What happens on a breach of the contract after which the work can go on, unless it is only a warning
 /// ([`crate::rule::Severity`]).
@@ -36,6 +38,7 @@ struct Settings {
     timeout: Duration,
     devices: u64,
     policy: Policy,
+    shuffle: Option<u64>,
 }
 
 static SETTINGS: LazyLock<Result<Settings, String>> = LazyLock::new(|| read(|name| std::env::var_os(name)));
@@ -56,13 +59,14 @@ fn read(get: impl Fn(&str) -> Option<std::ffi::OsString>) -> Result<Settings, St
     let default = library.unwrap_or(0).clamp(DEFAULT_TIMEOUT_MS, MOST_MS);
     let timeout = Duration::from_millis(number(TIMEOUT_VARIABLE, MOST_MS)?.unwrap_or(default));
     let devices = number(DEVICES_VARIABLE, MOST_DEVICES)?.unwrap_or(1);
+    let shuffle = number(SHUFFLE_VARIABLE, u64::MAX)?;
     let policy = match text(POLICY_VARIABLE).as_deref() {
         Some("off") => Policy::Off,
         Some("warn") => Policy::Warn,
         Some("error") | None => Policy::Error,
         Some(other) => return Err(format!("{POLICY_VARIABLE} must be off, warn or error, got {other:?}")),
     };
-    Ok(Settings { timeout, devices, policy })
+    Ok(Settings { timeout, devices, policy, shuffle })
 }
 
 /// Whether the devices reach pageable memory, as those do whose kernel shares its page tables with GPUs.
@@ -104,6 +108,11 @@ pub fn devices() -> i32 {
 /// What a breach of the contract is; no call is served where the variable cannot be read.
 pub fn policy() -> Policy {
     SETTINGS.as_ref().map_or(Policy::Error, |settings| settings.policy)
+}
+
+/// The seed by which rows of low-latency mode are shuffled; without it they are in order.
+pub fn shuffle() -> Option<u64> {
+    SETTINGS.as_ref().map_or(None, |settings| settings.shuffle)
 }
 
 /// Whether several ranks of a communicator may be on one device, as NCCL's own variable says.

@@ -9,6 +9,7 @@ use std::ptr;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
+use common::low_latency::{LlBuffers, LlCase, complete, ll_handle};
 use common::*;
 use nvte_ep_bindings::*;
 use nvte_ep_host::rule::Rule;
@@ -614,6 +615,135 @@ fn capture_unsafe(rank: &Rank, _: Policy) {
     assert_eq!(code, cudaErrorStreamCaptureInvalidated);
 }
 
+/// A group in low-latency mode, with a handle and the tensors of a step.
+struct LlBench<'a> {
+    rank: &'a Rank,
+    case: LlCase,
+    group: ncclEpGroup_t,
+    handle: TestHandle,
+    buffers: LlBuffers,
+}
+
+impl<'a> LlBench<'a> {
+    /// 4 tokens, each for the first `top_k` of 4 experts.
+    fn new(rank: &'a Rank, top_k: usize, pick: fn(usize) -> i64) -> Self {
+        let case = LlCase::new(1, 4, top_k, &[4], |_, _, k| pick(k));
+        let group = rank.create_group(&case.config()).unwrap();
+        let handle = ll_handle(rank, group, &case);
+        let mut buffers = LlBuffers::new(rank, &case);
+        buffers.set(rank, &case, 3);
+        buffers.update(&handle, rank.stream);
+        rank.sync();
+        Self { rank, case, group, handle, buffers }
+    }
+
+    fn dispatch(&mut self, staged: bool) -> u32 {
+        self.buffers.dispatch(&self.case, &self.handle, self.rank.stream, staged)
+    }
+
+    fn combine(&mut self, staged: bool) -> u32 {
+        self.buffers.combine(&self.case, &self.handle, self.rank.stream, staged)
+    }
+
+    fn complete(&self) -> u32 {
+        complete(&self.handle, self.rank.stream)
+    }
+
+    fn destroy(self) {
+        self.rank.sync();
+        self.handle.destroy();
+        // SAFETY: no preconditions.
+        nccl_ok(unsafe { ncclEpGroupDestroy(self.group) });
+    }
+}
+
+fn staged_operation(rank: &Rank, _: Policy) {
+    let mut bench = LlBench::new(rank, 1, |_| 0);
+    let other = ll_handle(rank, bench.group, &bench.case);
+    nccl_ok(bench.dispatch(true));
+    assert_eq!(bench.dispatch(false), ncclInvalidUsage);
+    assert_eq!(bench.combine(true), ncclInvalidUsage);
+    assert_eq!(complete(&other, rank.stream), ncclInvalidUsage);
+    let topk = bench.buffers.topk_desc.ptr();
+    // SAFETY: all pointers are ours and valid.
+    let code = unsafe { ncclEpUpdateHandle(other.handle, topk, ptr::null(), rank.stream) };
+    assert_eq!(code, ncclInvalidUsage);
+    // SAFETY: no preconditions.
+    assert_eq!(unsafe { ncclEpHandleDestroy(bench.handle.handle) }, ncclInvalidUsage);
+    // SAFETY: no preconditions.
+    assert_eq!(unsafe { ncclEpGroupDestroy(bench.group) }, ncclInvalidUsage);
+    nccl_ok(bench.complete());
+    assert_eq!(bench.complete(), ncclInvalidUsage);
+    assert_eq!(reports(Rule::StagedOperation), 7);
+    other.destroy();
+    bench.destroy();
+}
+
+fn staged_tensors(rank: &Rank, _: Policy) {
+    let mut bench = LlBench::new(rank, 1, |_| 0);
+    nccl_ok(bench.dispatch(true));
+    let data = bench.buffers.received_desc.tensor.data;
+    bench.buffers.received_desc.tensor.data = bench.buffers.expert_out.pointer.cast();
+    assert_eq!(bench.complete(), ncclInvalidUsage);
+    bench.buffers.received_desc.tensor.data = data;
+    nccl_ok(bench.complete());
+    bench.destroy();
+}
+
+fn staged_stream(rank: &Rank, policy: Policy) {
+    let mut bench = LlBench::new(rank, 1, |_| 0);
+    let other = new_stream();
+    nccl_ok(bench.dispatch(true));
+    judged(policy, complete(&bench.handle, other));
+    if policy == Policy::Error {
+        nccl_ok(bench.complete());
+    }
+    // SAFETY: no preconditions.
+    ok(unsafe { cudaStreamDestroy(other) });
+    bench.destroy();
+}
+
+fn dispatch_first(rank: &Rank, _: Policy) {
+    let mut bench = LlBench::new(rank, 1, |_| 0);
+    nccl_ok(bench.combine(false));
+    assert_eq!(stream_code(rank.stream), cudaErrorIllegalAddress);
+    std::mem::forget(bench);
+}
+
+fn slab_overflow(rank: &Rank, _: Policy) {
+    let mut bench = LlBench::new(rank, 2, |_| 1);
+    nccl_ok(bench.dispatch(false));
+    assert_eq!(stream_code(rank.stream), cudaErrorIllegalAddress);
+    std::mem::forget(bench);
+}
+
+fn buffer_growth(rank: &Rank, _: Policy) {
+    let mut bench = LlBench::new(rank, 1, |_| 0);
+    let init = |group| {
+        let (mut handle, layout) = (ptr::null_mut(), NCCL_EP_LAYOUT_EXPERT_MAJOR);
+        // SAFETY: the result pointer is ours.
+        (unsafe { ncclEpInitHandle(&raw mut handle, group, layout, ptr::null(), 4, ptr::null()) }, handle)
+    };
+    nccl_ok(bench.dispatch(true));
+    assert_eq!(init(bench.group).0, ncclInvalidUsage);
+    nccl_ok(bench.complete());
+    // A graph keeps the address of the buffer that it was captured with.
+    let (mut graph, mut exec) = (ptr::null_mut(), ptr::null_mut());
+    // SAFETY: the bench is kept until the process ends.
+    ok(unsafe { cudaStreamBeginCapture(rank.stream, 1) });
+    nccl_ok(bench.dispatch(false));
+    // SAFETY: the result pointer is ours.
+    ok(unsafe { cudaStreamEndCapture(rank.stream, &raw mut graph) });
+    // SAFETY: the result pointer is ours.
+    ok(unsafe { cudaGraphInstantiate(&raw mut exec, graph, 0) });
+    launch(exec, rank.stream);
+    rank.sync();
+    nccl_ok(init(bench.group).0);
+    launch(exec, rank.stream);
+    assert_eq!(stream_code(rank.stream), cudaErrorIllegalAddress);
+    std::mem::forget(bench);
+}
+
 macro_rules! provocations {
     ($($run:ident $rule:ident $ranks:literal $found:literal;)*) => {
         const PROVOCATIONS: &[Provocation] =
@@ -679,6 +809,17 @@ provocations! {
     live_handles LiveHandles 1 "ncclEpGroupDestroy: ep_group has 1 handles that are not destroyed: rule";
     peers_busy PeersBusy 2 "ncclEpGroupDestroy: ep_group is still used by rank 1: rule";
     destroyed_object DestroyedObject 1 "ncclEpUpdateHandle: 0x";
+    staged_operation StagedOperation 1
+        "ncclEpDispatch: ncclEpDispatch with send_only is staged: call ncclEpComplete on its handle first: rule";
+    staged_tensors StagedTensors 1 "ncclEpComplete: the descriptor of outputs.tokens was bfloat16 [4, 4, 256] at 0x";
+    staged_stream StagedStream 1
+        "ncclEpComplete: stream is another one than that of ncclEpDispatch, and the receive half runs on that one: rule";
+    dispatch_first DispatchFirst 1
+        "ncclEpCombine: handle_mem holds no rows of a dispatch (ncclEpDispatch never ran over this memory): rule";
+    slab_overflow SlabOverflow 1
+        "ncclEpDispatch: expert 1 gets 8 rows, and its slab has 4: a token names it more than once: rule";
+    buffer_growth BufferGrowth 1
+        "ncclEpInitHandle: the buffer has to grow while ncclEpDispatch is staged: rule";
     capture_unsafe CaptureUnsafe 1 "cudaMalloc: an allocation while a stream is captured: rule";
 }
 

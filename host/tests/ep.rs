@@ -313,7 +313,7 @@ fn misuse_is_refused_at_the_call() {
             assert!(code == expected && text.contains(words), "{code}: {text}");
         };
         let good = group_config(4, 8, 64, 64);
-        refuse(ncclInvalidUsage, ncclEpGroupConfig_t { algorithm: 0, ..good }, "not supported by the host runtime");
+        refuse(ncclInvalidArgument, ncclEpGroupConfig_t { algorithm: 2, ..good }, "algorithm 2 is unknown");
         let eager = ncclEpGroupConfig_t { max_recv_tokens_per_rank: 0, ..good };
         refuse(ncclInvalidArgument, ncclEpGroupConfig_t { overflow_policy: 2, ..eager }, "eager");
         refuse(ncclInvalidArgument, ncclEpGroupConfig_t { zero_copy: 3, ..good }, "zero_copy 3 is unknown");
@@ -326,9 +326,9 @@ fn misuse_is_refused_at_the_call() {
         let mut size = 0usize;
         // SAFETY: the result pointer is ours.
         let code = unsafe { ncclEpHandleMemSize(group, NCCL_EP_LAYOUT_RANK_MAJOR, ptr::null(), &raw mut size, 1) };
-        assert_eq!(code, ncclInvalidUsage);
+        assert_eq!(code, ncclInvalidArgument);
         let text = nccl_error();
-        assert!(text.contains("the rank-major layout: not supported by the host runtime"), "{text}");
+        assert!(text.contains("high-throughput mode has no rank-major layout"), "{text}");
         let handle = TestHandle::new(rank, group, 2, 1);
         let indices = Buffer::of(&[0i64; 6], rank.stream);
         let mut topk = Desc::of(&indices, ncclInt64, &[2, 3]);

@@ -71,15 +71,7 @@ pub unsafe fn combine(
     // SAFETY: passed on to the caller.
     let config = unsafe { desc::read_optional(config, FUNCTION) }?.unwrap_or_default();
     let forward = desc::is_forward(config.pass_direction, FUNCTION)?;
-    match config.quant_recipe {
-        NCCL_EP_COMB_QUANT_NONE => {}
-        NCCL_EP_COMB_QUANT_NVFP4 => {
-            let text =
-                format!("{FUNCTION}: quant_recipe NVFP4 needs compute capability 10.0, the host runtime has 9.0");
-            return Err(Fault::nccl(ncclInvalidUsage, text));
-        }
-        other => return Err(invalid(format!("{FUNCTION}: quant_recipe {other} is unknown"))),
-    }
+    desc::check_combine_recipe(config.quant_recipe, FUNCTION)?;
     if !inputs.scales.is_null() {
         return Err(invalid(format!("{FUNCTION}: inputs.scales is given without a quant_recipe")));
     }
@@ -102,11 +94,7 @@ pub unsafe fn combine(
         let text = format!("must have the type and width of inputs.tokens, {}", rows.describe());
         return Err(result.wrong(text));
     }
-    if tokens > group.max_tokens {
-        return Err(result
-            .wrong(format!("has more than max_dispatch_tokens_per_rank = {} rows", group.max_tokens))
-            .breaks(Rule::RowLimit));
-    }
+    result.expect_most_rows(group.max_tokens)?;
     let weights = if forward {
         if !inputs.topk_weights.is_null() {
             return Err(invalid(format!("{FUNCTION}: inputs.topk_weights is given in the forward pass")));

@@ -42,6 +42,19 @@ pub fn is_forward(direction: ncclEpPassDir_t, function: &str) -> Outcome<bool> {
     }
 }
 
+/// Fails for a recipe that combine does not have here.
+pub fn check_combine_recipe(recipe: ncclEpCombQuant_t, function: &str) -> Outcome<()> {
+    match recipe {
+        NCCL_EP_COMB_QUANT_NONE => Ok(()),
+        NCCL_EP_COMB_QUANT_NVFP4 => {
+            let text =
+                format!("{function}: quant_recipe NVFP4 needs compute capability 10.0, the host runtime has 9.0");
+            Err(Fault::nccl(ncclInvalidUsage, text))
+        }
+        other => Err(invalid(format!("{function}: quant_recipe {other} is unknown"))),
+    }
+}
+
 /// A structure that starts with `size` and `magic`.
 ///
 /// # Safety
@@ -304,6 +317,20 @@ impl Tensor {
     /// Type and shape, for messages.
     pub fn describe(&self) -> String {
         format!("{} {:?}", dtype::name(self.datatype), self.shape)
+    }
+
+    /// Fails unless the dimensions are these.
+    pub fn expect_shape(&self, shape: &[usize]) -> Outcome<()> {
+        if self.shape == shape { Ok(()) } else { Err(self.wrong(format!("must be {shape:?}"))) }
+    }
+
+    /// Fails for more rows than a rank may dispatch.
+    pub fn expect_most_rows(&self, most: usize) -> Outcome<()> {
+        if self.shape[0] <= most {
+            return Ok(());
+        }
+        let text = format!("has more than max_dispatch_tokens_per_rank = {most} rows");
+        Err(self.wrong(text).breaks(Rule::RowLimit))
     }
 
     /// Whether a dimension is 0.

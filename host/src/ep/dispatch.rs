@@ -67,10 +67,10 @@ pub fn check_tokens(tensor: &Tensor) -> Outcome<(usize, usize, TokenType)> {
 }
 
 /// The two tensors of a lane: rows of the same type and width, in this order.
-type Pair = (Tensor, Tensor);
+pub type Pair = (Tensor, Tensor);
 
 /// What quantised tokens and their scales must fulfil; the bytes are moved as they are.
-fn check_quantised(tokens: &Pair, scales: &Pair, config: &ncclEpDispatchConfig_t) -> Outcome<()> {
+pub fn check_quantised(tokens: &Pair, scales: &Pair, config: &ncclEpDispatchConfig_t) -> Outcome<()> {
     if config.round_scales != 0 {
         let text = format!("{FUNCTION}: round_scales is {}, quant_recipe FWD needs 0", config.round_scales);
         return Err(invalid(text));
@@ -105,7 +105,7 @@ fn check_quantised(tokens: &Pair, scales: &Pair, config: &ncclEpDispatchConfig_t
 }
 
 /// Fails unless rows arrive with the type and width that they were sent with.
-fn check_pair((sent, received): &Pair, sent_name: &str) -> Outcome<()> {
+pub fn check_pair((sent, received): &Pair, sent_name: &str) -> Outcome<()> {
     let (_, columns) = received.matrix()?;
     if received.datatype != sent.datatype || columns != sent.shape[1] {
         return Err(received.wrong(format!("must have the type and width of {sent_name}, {}", sent.describe())));
@@ -204,11 +204,7 @@ pub unsafe fn dispatch(
         let text = format!("has rows of {row_bytes} bytes{scales}, the group's max_token_bytes is {limit}");
         return Err(tokens.wrong(text).breaks(Rule::RowLimit));
     }
-    if rows > group.max_tokens {
-        return Err(tokens
-            .wrong(format!("has more than max_dispatch_tokens_per_rank = {} rows", group.max_tokens))
-            .breaks(Rule::RowLimit));
-    }
+    tokens.expect_most_rows(group.max_tokens)?;
     let (needed, limit) = if group.eager {
         if graph::is_capturing(stream) {
             let text = format!("{FUNCTION}: eager mode reads counts back, which a captured stream cannot");

@@ -16,6 +16,8 @@ use crate::check;
 use crate::comm::Comm;
 use crate::device::SM_COUNT;
 use crate::ep::desc::invalid;
+use crate::ep::ll::limits;
+use crate::ep::ll::staged::LowLatency;
 use crate::ep::memory_layout::{MemoryLayout, Rows};
 use crate::fault::{Fault, Outcome};
 use crate::graph;
@@ -52,6 +54,8 @@ pub struct Group {
     pub zero_copy: bool,
     /// Whether a token's rows are written as duplicates of one (local dup), rather than permuted out of staging.
     pub duplicates: bool,
+    /// What a group in low-latency mode has; `None` in high-throughput mode.
+    pub low_latency: Option<Arc<LowLatency>>,
     /// The caller's allocator for handle memory.
     pub allocator: Option<Allocator>,
     /// Handles that are not destroyed.
@@ -119,16 +123,11 @@ fn eager_capacity(config: &ncclEpGroupConfig_t, ranks: usize) -> usize {
 
 fn check(config: &ncclEpGroupConfig_t, ranks: usize) -> Outcome<()> {
     let wrong = |text: String| Err(invalid(format!("{FUNCTION}: {text}")));
-    match config.algorithm {
-        NCCL_EP_ALGO_HIGH_THROUGHPUT => {}
-        NCCL_EP_ALGO_LOW_LATENCY => return Err(unsupported(format!("{FUNCTION}: the low-latency algorithm"))),
-        other => return wrong(format!("algorithm {other} is unknown")),
+    if !matches!(config.algorithm, NCCL_EP_ALGO_HIGH_THROUGHPUT | NCCL_EP_ALGO_LOW_LATENCY) {
+        return wrong(format!("algorithm {} is unknown", config.algorithm));
     }
     if config.num_experts == 0 || config.max_token_bytes == 0 || config.max_dispatch_tokens_per_rank == 0 {
         return wrong("num_experts, max_token_bytes and max_dispatch_tokens_per_rank must not be 0".to_owned());
-    }
-    if !config.max_token_bytes.is_multiple_of(16) {
-        return wrong(format!("max_token_bytes {} is not a multiple of 16", config.max_token_bytes));
     }
     if config.alloc.alloc_fn.is_some() != config.alloc.free_fn.is_some() {
         let text = format!("{FUNCTION}: alloc_fn and free_fn must be given together");
@@ -137,6 +136,29 @@ fn check(config: &ncclEpGroupConfig_t, ranks: usize) -> Outcome<()> {
     if config.max_num_sms > SM_COUNT as u32 {
         let text = format!("{FUNCTION}: max_num_sms {} of {SM_COUNT} SMs", config.max_num_sms);
         return Err(Fault::nccl(ncclInvalidUsage, text));
+    }
+    if config.num_topk > config.num_experts {
+        return wrong(format!("num_topk {} is larger than num_experts {}", config.num_topk, config.num_experts));
+    }
+    if config.zero_copy > NCCL_EP_ZERO_COPY_ON {
+        return wrong(format!("zero_copy {} is unknown", config.zero_copy));
+    }
+    if config.overflow_policy > NCCL_EP_OVERFLOW_DROP {
+        return wrong(format!("overflow_policy {} is unknown", config.overflow_policy));
+    }
+    if !(config.num_experts as usize).is_multiple_of(ranks) {
+        return wrong(format!("num_experts {} is not a multiple of the {ranks} ranks", config.num_experts));
+    }
+    if config.algorithm == NCCL_EP_ALGO_LOW_LATENCY {
+        return if config.enable_mask == 0 { Ok(()) } else { Err(unsupported(format!("{FUNCTION}: enable_mask"))) };
+    }
+    check_high_throughput(config, ranks)
+}
+
+fn check_high_throughput(config: &ncclEpGroupConfig_t, ranks: usize) -> Outcome<()> {
+    let wrong = |text: String| Err(invalid(format!("{FUNCTION}: {text}")));
+    if !config.max_token_bytes.is_multiple_of(16) {
+        return wrong(format!("max_token_bytes {} is not a multiple of 16", config.max_token_bytes));
     }
     let eager = config.max_recv_tokens_per_rank == 0;
     if eager && config.overflow_policy == NCCL_EP_OVERFLOW_DROP {
@@ -150,19 +172,6 @@ fn check(config: &ncclEpGroupConfig_t, ranks: usize) -> Outcome<()> {
             "max_recv_tokens_per_rank {} is less than max_dispatch_tokens_per_rank {}",
             config.max_recv_tokens_per_rank, config.max_dispatch_tokens_per_rank
         ));
-    }
-    if config.num_topk > config.num_experts {
-        return wrong(format!("num_topk {} is larger than num_experts {}", config.num_topk, config.num_experts));
-    }
-    match config.zero_copy {
-        NCCL_EP_ZERO_COPY_AUTO | NCCL_EP_ZERO_COPY_OFF | NCCL_EP_ZERO_COPY_ON => {}
-        other => return wrong(format!("zero_copy {other} is unknown")),
-    }
-    if config.overflow_policy > NCCL_EP_OVERFLOW_DROP {
-        return wrong(format!("overflow_policy {} is unknown", config.overflow_policy));
-    }
-    if !(config.num_experts as usize).is_multiple_of(ranks) {
-        return wrong(format!("num_experts {} is not a multiple of the {ranks} ranks", config.num_experts));
     }
     Ok(())
 }
@@ -209,7 +218,8 @@ impl Group {
         graph::refuse_device_wait(comm.device, FUNCTION)?;
         check(config, comm.ranks)?;
         let zero_copy = config.zero_copy == NCCL_EP_ZERO_COPY_ON;
-        let duplicates = forced_duplicates()? || zero_copy;
+        let low_latency = config.algorithm == NCCL_EP_ALGO_LOW_LATENCY;
+        let duplicates = !low_latency && (forced_duplicates()? || zero_copy);
         if duplicates && comm.ranks > MAX_DUPLICATE_RANKS {
             let text = format!("{FUNCTION}: zero_copy ON with {} ranks, at most {MAX_DUPLICATE_RANKS}", comm.ranks);
             return Err(invalid(text));
@@ -251,12 +261,16 @@ impl Group {
                 0 => eager_capacity(config, comm.ranks),
                 rows => rows as usize,
             },
-            eager: config.max_recv_tokens_per_rank == 0,
+            eager: !low_latency && config.max_recv_tokens_per_rank == 0,
             max_token_bytes: config.max_token_bytes as usize,
             max_top_k: config.num_topk as usize,
             drop: config.overflow_policy == NCCL_EP_OVERFLOW_DROP,
             zero_copy,
             duplicates,
+            low_latency: low_latency.then(|| {
+                let sms = limits::sms(config.max_num_sms);
+                Arc::new(LowLatency::new(config.rdma_buffer_size as usize, sms))
+            }),
             allocator,
             handles: AtomicUsize::new(0),
             destroyed: AtomicBool::new(false),
@@ -286,14 +300,23 @@ impl Group {
         let group = Self::resolve(handle, "ncclEpGroupDestroy")?;
         let _use = group.enter("ncclEpGroupDestroy")?;
         graph::refuse_device_wait(group.comm.device, "ncclEpGroupDestroy")?;
+        if let Some(low_latency) = group.low_latency.as_ref().filter(|_| group.comm.device.sticky().is_none()) {
+            low_latency.refuse_staged("ncclEpGroupDestroy")?;
+        }
         group.comm.device.synchronize();
         group.check_unused()?;
+        // In low-latency mode the ranks meet.
+        let met = if group.low_latency.is_some() && group.comm.device.sticky().is_none() {
+            group.line.run(|channel| channel.exchange("ncclEpGroupDestroy", [0; 4], 0))
+        } else {
+            Ok(())
+        };
         group.line.close();
         if GROUPS.lock().remove(&(handle as usize)).is_some() {
             group.destroyed.store(true, Ordering::Relaxed);
             stats::count(|s| &s.groups_destroyed);
         }
-        group.comm.device.check()
+        met.and_then(|()| group.comm.device.check())
     }
 
     /// Enters a call about the group; NCCL EP takes no lock for its callers.
@@ -324,7 +347,8 @@ impl Group {
             let text = format!("ncclEpGroupDestroy: ep_group has {handles} handles that are not destroyed");
             check::breach(Rule::LiveHandles, text)?;
         }
-        let busy = self.line.busy();
+        // In low-latency mode the end is collective.
+        let busy = if self.low_latency.is_some() { Vec::new() } else { self.line.busy() };
         if !busy.is_empty() {
             let text = format!("ncclEpGroupDestroy: ep_group is still used by {}", name_ranks(&busy));
             check::breach(Rule::PeersBusy, text)?;
@@ -386,7 +410,7 @@ pub fn layout_of(layout: ncclEpLayout_t, function: &str) -> Outcome<Layout> {
         NCCL_EP_LAYOUT_EXPERT_MAJOR => Ok(Layout::ExpertMajor),
         NCCL_EP_LAYOUT_FLAT => Ok(Layout::Flat),
         NCCL_EP_LAYOUT_UNSET => Err(invalid(format!("{function}: the layout is not set"))),
-        NCCL_EP_LAYOUT_RANK_MAJOR => Err(unsupported(format!("{function}: the rank-major layout"))),
+        NCCL_EP_LAYOUT_RANK_MAJOR => Err(invalid(format!("{function}: high-throughput mode has no rank-major layout"))),
         other => Err(invalid(format!("{function}: layout {other} is unknown"))),
     }
 }

@@ -203,7 +203,8 @@ fn check_duplicates(group: &Group, local_experts: usize, top_k: usize) -> Outcom
     Ok(())
 }
 
-fn allocate(group: &Group, bytes: usize) -> Outcome<*mut c_void> {
+/// Allocates handle memory.
+pub fn allocate(group: &Group, bytes: usize) -> Outcome<*mut c_void> {
     let Some(allocator) = group.allocator else {
         return memory::allocate(bytes, memory::Kind::Device, group.comm.device.ordinal);
     };
@@ -217,7 +218,8 @@ fn allocate(group: &Group, bytes: usize) -> Outcome<*mut c_void> {
     Ok(base)
 }
 
-fn free(group: &Group, base: usize) {
+/// Frees handle memory that [`allocate`] gave.
+pub fn free(group: &Group, base: usize) {
     match group.allocator {
         // Its result is ignored, as NCCL EP does.
         // SAFETY: the group's creator vouches for its free function; base came from alloc_fn.

@@ -55,11 +55,7 @@ pub unsafe fn update(
     if columns != handle.top_k {
         return Err(topk.wrong(format!("must have num_topk = {} columns", handle.top_k)));
     }
-    if tokens > group.max_tokens {
-        return Err(topk
-            .wrong(format!("has more than max_dispatch_tokens_per_rank = {} rows", group.max_tokens))
-            .breaks(Rule::RowLimit));
-    }
+    topk.expect_most_rows(group.max_tokens)?;
     let info = info.unwrap_or_default();
     let counter = |pointer: *mut ncclEpTensor_t, name: &str, length: usize| -> Outcome<Option<Tensor>> {
         // SAFETY: passed on to the caller.

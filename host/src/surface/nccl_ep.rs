@@ -7,12 +7,9 @@ use nvte_ep_bindings::*;
 use super::{nccl, put};
 use crate::comm::Comm;
 use crate::device;
-use crate::ep::combine;
 use crate::ep::desc::{self, Tensor};
-use crate::ep::dispatch;
 use crate::ep::group::Group;
-use crate::ep::handle::Handle;
-use crate::ep::update;
+use crate::ep::mode;
 use crate::fault::{self, Fault, Outcome};
 use crate::inject;
 use crate::queue::Stream;
@@ -26,7 +23,7 @@ fn stream_of(stream: cudaStream_t) -> Outcome<std::sync::Arc<Stream>> {
 
 fn without_mask(ep_group: ncclEpGroup_t, function: &str) -> Outcome<()> {
     Group::resolve(ep_group, function)?;
-    let text = format!("{function}: the group has no mask (high-throughput mode never has)");
+    let text = format!("{function}: the group has no mask of live ranks (enable_mask is 0)");
     Err(Fault::nccl(ncclInvalidUsage, text))
 }
 
@@ -129,7 +126,7 @@ pub unsafe extern "C" fn ncclEpHandleMemSize(
         // SAFETY: the caller's contract.
         unsafe { desc::read_optional(config, "ncclEpHandleMemSize") }?;
         // SAFETY: the caller's contract.
-        unsafe { put(size_out, Handle::memory_size(&group, layout, num_topk)?) }
+        unsafe { put(size_out, mode::memory_size(&group, layout, num_topk)?) }
     })
 }
 
@@ -157,9 +154,9 @@ pub unsafe extern "C" fn ncclEpInitHandle(
         // SAFETY: the caller's contract.
         let memory = unsafe { Tensor::read(handle_mem, &group.comm, function, "handle_mem") }?;
         let alignment = config.dispatch_output_per_expert_alignment;
-        let created = Handle::init(&group, layout, alignment, num_topk, memory.as_ref())?;
+        let created = mode::init(&group, layout, alignment, num_topk, memory.as_ref())?;
         // SAFETY: the caller's contract.
-        unsafe { put(handle, created as ncclEpHandle_t) }
+        unsafe { put(handle, created) }
     })
 }
 
@@ -182,7 +179,7 @@ pub unsafe extern "C" fn ncclEpUpdateHandle(
             std::process::abort();
         }
         // SAFETY: the caller's contract.
-        unsafe { update::update(handle, topk_idx, layout_info, &stream_of(stream)?) }
+        unsafe { mode::update(handle, topk_idx, layout_info, &stream_of(stream)?) }
     })
 }
 
@@ -213,11 +210,11 @@ pub unsafe extern "C" fn ncclEpCreateHandle(
         let (_, top_k) = topk.matrix()?;
         let top_k = c_int::try_from(top_k).map_err(|_| topk.wrong("has too many columns"))?;
         let alignment = config.dispatch_output_per_expert_alignment;
-        let created = Handle::init(&group, layout, alignment, top_k, None)? as ncclEpHandle_t;
+        let created = mode::init(&group, layout, alignment, top_k, None)?;
         let stream = stream_of(stream)?;
         // SAFETY: the caller's contract.
-        if let Err(fault) = unsafe { update::update(created, topk_idx, layout_info, &stream) } {
-            Handle::destroy(created)?;
+        if let Err(fault) = unsafe { mode::update(created, topk_idx, layout_info, &stream) } {
+            mode::destroy_handle(created)?;
             return Err(fault);
         }
         // SAFETY: the caller's contract.
@@ -232,7 +229,7 @@ pub unsafe extern "C" fn ncclEpCreateHandle(
 /// Always safe to call; an unknown handle is refused.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclEpHandleDestroy(handle: ncclEpHandle_t) -> ncclResult_t {
-    nccl(|| Handle::destroy(handle))
+    nccl(|| mode::destroy_handle(handle))
 }
 
 /// Sends token rows to their experts; collective, in stream order.
@@ -250,7 +247,7 @@ pub unsafe extern "C" fn ncclEpDispatch(
     stream: cudaStream_t,
 ) -> ncclResult_t {
     // SAFETY: the caller's contract.
-    nccl(|| unsafe { dispatch::dispatch(handle, inputs, outputs, layout_info, config, &stream_of(stream)?) })
+    nccl(|| unsafe { mode::dispatch(handle, inputs, outputs, layout_info, config, &stream_of(stream)?) })
 }
 
 /// Sums expert rows back into token rows; collective, in stream order.
@@ -267,14 +264,14 @@ pub unsafe extern "C" fn ncclEpCombine(
     stream: cudaStream_t,
 ) -> ncclResult_t {
     // SAFETY: the caller's contract.
-    nccl(|| unsafe { combine::combine(handle, inputs, outputs, config, &stream_of(stream)?) })
+    nccl(|| unsafe { mode::combine(handle, inputs, outputs, config, &stream_of(stream)?) })
 }
 
-/// Second half of a split operation: nothing to do in high-throughput mode.
+/// Second half of a staged operation of low-latency mode; nothing to do in high-throughput mode.
 ///
 /// # Safety
 ///
-/// `config` is null or valid.
+/// `config` is null or valid, and the descriptors of the staged operation are still there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclEpComplete(
     handle: ncclEpHandle_t,
@@ -282,14 +279,14 @@ pub unsafe extern "C" fn ncclEpComplete(
     stream: cudaStream_t,
 ) -> ncclResult_t {
     nccl(|| {
-        Handle::resolve(handle, "ncclEpComplete")?;
         // SAFETY: the caller's contract.
         unsafe { desc::read_optional(config, "ncclEpComplete") }?;
-        stream_of(stream).map(drop)
+        // SAFETY: the caller's contract.
+        unsafe { mode::complete(handle, &stream_of(stream)?) }
     })
 }
 
-/// Reads the mask of live ranks: refused, high-throughput mode has none.
+/// Reads the mask of live ranks: refused, no group has one.
 ///
 /// # Safety
 ///
@@ -304,7 +301,7 @@ pub unsafe extern "C" fn ncclEpMaskQuery(
     nccl(|| without_mask(ep_group, "ncclEpMaskQuery"))
 }
 
-/// Sets the mask of live ranks: refused, high-throughput mode has none.
+/// Sets the mask of live ranks: refused, no group has one.
 ///
 /// # Safety
 ///
@@ -319,7 +316,7 @@ pub unsafe extern "C" fn ncclEpMaskUpdate(
     nccl(|| without_mask(ep_group, "ncclEpMaskUpdate"))
 }
 
-/// Resets the mask of live ranks: refused, high-throughput mode has none.
+/// Resets the mask of live ranks: refused, no group has one.
 ///
 /// # Safety
 ///
@@ -330,7 +327,7 @@ pub unsafe extern "C" fn ncclEpMaskClean(ep_group: ncclEpGroup_t, stream: cudaSt
     nccl(|| without_mask(ep_group, "ncclEpMaskClean"))
 }
 
-/// Reads the time-out flag of the mask: refused, high-throughput mode has none.
+/// Reads the time-out flag of the mask: refused, no group has one.
 ///
 /// # Safety
 ///
@@ -341,7 +338,7 @@ pub unsafe extern "C" fn ncclEpGetAsyncError(ep_group: ncclEpGroup_t, error_out:
     nccl(|| without_mask(ep_group, "ncclEpGetAsyncError"))
 }
 
-/// Clears the time-out flag of the mask: refused, high-throughput mode has none.
+/// Clears the time-out flag of the mask: refused, no group has one.
 ///
 /// # Safety
 ///

@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(non_upper_case_globals, reason = "constants of the C interfaces in patterns")]
 
+pub mod low_latency;
 pub mod reference;
 
 use std::ffi::{CStr, c_char, c_void};
