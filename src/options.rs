@@ -61,6 +61,8 @@ pub struct Options {
     pub deterministic: Option<bool>,
     /// Smallest segment that the symmetric pool registers.
     pub symm_segment_bytes: u64,
+    /// Whether there may be more NVLink domains, or ranks of one, than NCCL EP documents.
+    pub undocumented_scale: bool,
 }
 
 impl Default for Options {
@@ -77,6 +79,7 @@ impl Default for Options {
             backend: EngineChoice::Auto,
             deterministic: None,
             symm_segment_bytes: SEGMENT_BYTES,
+            undocumented_scale: false,
         }
     }
 }
@@ -190,6 +193,11 @@ const KEYS: &[Key] = &[
         set: |o, k, v| bytes(k, v).map(|v| o.symm_segment_bytes = v),
         get: |o| o.symm_segment_bytes.to_string(),
     },
+    Key {
+        name: "undocumented_scale",
+        set: |o, k, v| choice(k, v, &ON_OFF).map(|v| o.undocumented_scale = v),
+        get: |o| name_of(Some(o.undocumented_scale), &ON_OFF),
+    },
 ];
 
 fn key(name: &str) -> Result<&'static Key> {
@@ -285,6 +293,7 @@ mod tests {
             ("backend", "nccl_ep"),
             ("deterministic", "off"),
             ("symm_segment_bytes", "4294967296"),
+            ("undocumented_scale", "on"),
         ];
         assert!(Options::names().eq(values.iter().map(|(name, _)| *name)), "every option is tested");
         for (name, value) in values {

@@ -2,6 +2,7 @@
 
 mod cache;
 mod compiler;
+pub(crate) mod domains;
 mod location;
 pub mod report;
 mod variables;
@@ -14,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::options::Options;
 use crate::sys::nccl::{CommFacts, version_text};
 use crate::sys::{Base, NCCL_PREFIXES, NcclEpLibrary, ancestors, cuda::DeviceFacts, loaded_nccls, site_packages};
+use domains::{MachineName, Surroundings};
 use location::{resident_cap, sm_cap};
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -292,8 +294,10 @@ pub(crate) fn location(
     // A process has one NCCL EP, and telling takes reading its file.
     static BARRIERS_FOR_ALL: OnceLock<bool> = OnceLock::new();
     let enough_barriers = library.is_none_or(|it| *BARRIERS_FOR_ALL.get_or_init(|| it.reads_variable(DISPATCH_SMS)));
+    let (host, name) = machine(base, comm);
     RankLocation {
-        host: host_id(),
+        host,
+        name,
         // On the host runtime nothing has to be resident together, so no two ranks count as sharing.
         device: match base.runtime {
             RuntimeKind::Cuda => (facts.pci.0 as u64) << 32 | (facts.pci.1 as u64) << 16 | facts.pci.2 as u64,
@@ -304,7 +308,22 @@ pub(crate) fn location(
         free: base.cuda.memory_info().ok().filter(|(_, total)| *total > 0).map_or(u64::MAX, |(free, _)| free as u64),
         domains: comm.links.map_or(0, |links| links.domains),
         dispatch_blocks: location::dispatch_blocks(enough_barriers),
+        gin: comm.links.map_or(nvte_ep_bindings::NCCL_GIN_TYPE_NONE, |links| links.gin),
+        surroundings: Surroundings::of(&process),
     }
+}
+
+/// This rank's machine: its number, and the name by which NCCL tells it from others. The host runtime may simulate some.
+fn machine(base: &Base, comm: &CommFacts) -> (u64, MachineName) {
+    // SAFETY: takes numbers.
+    let simulated = base.host_machine.map_or(-1, |of| unsafe { of(comm.rank, comm.size) });
+    if let Ok(number) = u64::try_from(simulated) {
+        // Neither the machine's own number nor the same for two of them.
+        return (host_id() ^ (number + 1), MachineName::new(&format!("simulated-{number}")));
+    }
+    let name = process("NCCL_HOSTID").map(|name| name.to_string_lossy().into_owned());
+    let name = name.or_else(|| std::fs::read_to_string("/proc/sys/kernel/hostname").ok()).unwrap_or_default();
+    (host_id(), MachineName::new(name.trim()))
 }
 
 /// # Errors
@@ -328,7 +347,8 @@ pub(crate) fn agreed_variables() -> Vec<(String, u64)> {
 /// # Errors
 /// The same on every rank.
 pub(crate) fn fit(config: &GroupConfig, options: &Options, places: &[RankLocation]) -> Result<SmCounts> {
-    location::domains(places)?;
+    domains::check(places, options.undocumented_scale)?;
+    domains::warnings(places).iter().for_each(|text| tracing::warn!(target: "nvte_ep", "{text}"));
     location::device_memory(config, places)?;
     sm_counts(config, options, places, &process)
 }

@@ -44,7 +44,7 @@ const HOST: Layers = &[
     &["queue", "order", "channel"],
     &["device", "tensor_check", "memory", "dtype"],
     &["check", "inject", "errors", "stats"],
-    &["acting", "caller", "fault", "rule", "settings", "float", "machine", "sys"],
+    &["acting", "caller", "fault", "rule", "settings", "domains", "float", "machine", "sys"],
 ];
 
 /// Arrows that may close a circle: the two halves of one boundary, with exceptions and with statuses.

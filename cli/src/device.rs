@@ -202,6 +202,14 @@ impl Communicator {
         Ok(Self { raw, base: device.base, words })
     }
 
+    /// Ranks of an NVLink domain; all of them where NCCL does not tell.
+    pub fn domain(&self) -> Outcome<usize> {
+        // SAFETY: this value made the communicator, with this NCCL.
+        let facts = unsafe { self.base.nccl.comm_facts(self.raw) }?;
+        let domains = facts.links.map_or(1, |links| links.domains.max(1) as usize);
+        Ok(facts.size as usize / domains)
+    }
+
     /// Waits until every rank is here, so that what follows is timed from the same moment.
     pub fn barrier(&self, device: &Device) -> Outcome<()> {
         let gather = self.base.nccl.ncclAllGather;

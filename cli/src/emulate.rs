@@ -1,6 +1,7 @@
 //! The exact bits of combine and of dispatch's backward pass: the experts' outputs of all ranks, recomputed with the code
 //! that the ranks themselves use, summed as the library sums (a rank's local experts in ascending order in f32 from +0,
-//! rounded to the token type; then over the ranks in ascending order in f32, rounded).
+//! rounded to the token type; then over the ranks in ascending order in f32, rounded). Over several NVLink domains the sum over
+//! each domain's ranks is rounded, and those are summed in f32 from the own domain downwards, the last one after the first.
 
 use crate::compare::Comparison;
 use crate::element::Element;
@@ -39,7 +40,10 @@ pub fn check<E: Element>(
         let mut entries: Vec<(usize, usize, usize, f32)> = (0..rows)
             .flat_map(|row| routing.row(first + row).map(move |(k, expert, weight)| (expert, row, k, weight)))
             .collect();
-        entries.sort_unstable_by_key(|&(expert, row, ..)| (expert, row));
+        // The own domain, those before it, then those behind from the last.
+        let (domains, own) = (problem.ranks / truth.domain, rank / truth.domain);
+        let order = |expert: usize| (own + domains - expert / local / truth.domain) % domains;
+        entries.sort_unstable_by_key(|&(expert, row, ..)| (order(expert), expert, row));
         let mut tokens = vec![E::default(); rows * hidden];
         let mut gradients = vec![E::default(); rows * hidden];
         for row in 0..rows {
@@ -49,7 +53,8 @@ pub fn check<E: Element>(
             }
         }
         let mut totals = vec![0f32; rows * hidden];
-        let mut sums = vec![0f32; rows * hidden];
+        let (mut sums, mut of_domain) = (vec![0f32; rows * hidden], vec![0f32; rows * hidden]);
+        let mut summed = None;
         let (mut inner, mut scratch) = (vec![0.0; experts.inner_len()], experts.scratch());
         let mut contribution = vec![E::default(); hidden];
         let mut weight_gradients = vec![0f32; rows * routing.top_k];
@@ -69,7 +74,17 @@ pub fn check<E: Element>(
                 sums.iter_mut().zip(&contribution).for_each(|(sum, value)| *sum += value.to_f32());
             }
             // A token without an expert on this rank adds +0, which changes no sum that began at +0.
-            totals.iter_mut().zip(&sums).for_each(|(total, sum)| *total += E::from_f32(*sum).to_f32());
+            let domain = order(of_rank[0].0);
+            if summed.replace(domain).is_some_and(|before| before != domain) {
+                add_rounded::<E>(&mut totals, &of_domain);
+                of_domain.fill(0.0);
+            }
+            add_rounded::<E>(&mut of_domain, &sums);
+        }
+        if domains == 1 {
+            totals = of_domain;
+        } else {
+            add_rounded::<E>(&mut totals, &of_domain);
         }
         let mut part = Comparison::default();
         let mut expected = vec![E::default(); hidden];
@@ -89,6 +104,10 @@ pub fn check<E: Element>(
     weight_gradients
 }
 
+fn add_rounded<E: Element>(totals: &mut [f32], sums: &[f32]) {
+    totals.iter_mut().zip(sums).for_each(|(total, sum)| *total += E::from_f32(*sum).to_f32());
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -106,7 +125,11 @@ mod tests {
             problem.token(truth.step, rank, row, &mut x);
             problem.gradient(truth.step, rank, row, &mut g);
             let mut total = vec![0f32; hidden];
-            for target in 0..problem.ranks {
+            let mut domain_total = vec![0f32; hidden];
+            let domains = problem.ranks / truth.domain;
+            let own = rank / truth.domain;
+            let order = (0..=own).rev().chain((own + 1..domains).rev());
+            for target in order.flat_map(|domain| domain * truth.domain..(domain + 1) * truth.domain) {
                 let mut sum = vec![0f32; hidden];
                 for expert in target * problem.local_experts()..(target + 1) * problem.local_experts() {
                     for (_, _, weight) in truth.routing[rank].row(row).filter(|(_, chosen, _)| *chosen == expert) {
@@ -118,17 +141,24 @@ mod tests {
                         sum.iter_mut().zip(&y).for_each(|(sum, y)| *sum += y.to_f32());
                     }
                 }
-                total.iter_mut().zip(&sum).for_each(|(total, sum)| *total += E::from_f32(*sum).to_f32());
+                domain_total.iter_mut().zip(&sum).for_each(|(total, sum)| *total += E::from_f32(*sum).to_f32());
+                if (target + 1).is_multiple_of(truth.domain) {
+                    for (total, part) in total.iter_mut().zip(&mut domain_total) {
+                        let part = std::mem::take(part);
+                        *total += if domains == 1 { part } else { E::from_f32(part).to_f32() };
+                    }
+                }
             }
             out.extend(total.into_iter().map(E::from_f32));
         }
         out
     }
 
-    fn agrees<E: Element>() {
-        let problem = problem(2, 70, 3, 8, 4);
+    fn agrees<E: Element>(ranks: usize, domain: usize) {
+        let problem = problem(ranks, 70, 3, 8, 4);
         let experts = Experts::new(&problem, 2);
-        let reference = Reference::new(&problem, 1, 2);
+        let mut reference = Reference::new(&problem, 1, 2);
+        reference.domain = domain;
         for step in [0, 2] {
             let truth = reference.truth(step);
             for pass in [Pass::Forward, Pass::Backward] {
@@ -153,9 +183,11 @@ mod tests {
 
     #[test]
     fn agrees_with_the_sum_token_by_token_and_with_the_reference() {
-        agrees::<bf16>();
-        agrees::<f16>();
-        agrees::<f32>();
+        agrees::<bf16>(2, 2);
+        agrees::<f16>(2, 2);
+        agrees::<f32>(2, 2);
+        agrees::<bf16>(8, 2);
+        agrees::<f32>(4, 1);
     }
 
     #[test]

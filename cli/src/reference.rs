@@ -7,7 +7,7 @@
 //! one more rounding for w * y and m for the additions. The error is therefore at most
 //! (4u + (m + 4) u32) * S, S = the sum of |w * y|; [`SLACK`] covers the higher-order terms. A gradient of a token is
 //! rounded three times. What lies below the type's normal range adds one [`Element::TINY`] a rounding, and [`FLOOR`]
-//! covers f64 itself. A gradient of a weight is one number, rounded once to f32 and moved.
+//! covers f64 itself. Over several NVLink domains the sum of each is rounded once more. A gradient of a weight is one number, rounded once to f32 and moved.
 
 use crate::compare::Comparison;
 use crate::element::{Element, F32_ROUNDOFF};
@@ -78,6 +78,8 @@ pub struct Truth {
     pub routing: Vec<Routing>,
     /// What this rank receives.
     pub layout: Layout,
+    /// Ranks of an NVLink domain.
+    pub domain: usize,
 }
 
 /// Which rows a received buffer holds.
@@ -98,6 +100,8 @@ pub struct Reference<'a> {
     problem: &'a Problem,
     rank: usize,
     threads: usize,
+    /// Ranks of an NVLink domain; all of them until it is said.
+    pub domain: usize,
     // A as [inner][hidden], B as [hidden][inner].
     experts: Vec<(Vec<f64>, Vec<f64>)>,
 }
@@ -115,14 +119,14 @@ impl<'a> Reference<'a> {
             let b = (0..hidden).flat_map(|h| (0..dim).map(move |f| get(Matrix::B, f, h))).collect();
             (a, b)
         });
-        Self { problem, rank, threads, experts }
+        Self { problem, rank, threads, domain: problem.ranks, experts }
     }
 
     /// Routing and layout of `step`.
     pub fn truth(&self, step: usize) -> Truth {
         let routing = self.problem.routing(step);
         let layout = Layout::new(self.problem, &routing, self.rank);
-        Truth { step, routing, layout }
+        Truth { step, routing, layout, domain: self.domain }
     }
 
     /// Counts of prepare.
@@ -250,6 +254,8 @@ impl<'a> Reference<'a> {
         into: &mut Comparison,
     ) {
         let live = live as f64;
+        // Each domain's sum is rounded too.
+        let roundings = roundings + if truth.domain < self.problem.ranks { 1.0 } else { 0.0 };
         let relative = SLACK * (roundings * E::ROUNDOFF + (live + 4.0) * F32_ROUNDOFF);
         // Up to three roundings a contribution, and the final one; none where nothing contributes: zeros are exact.
         let absolute = if live > 0.0 { FLOOR + (3.0 * live + 1.0) * E::TINY } else { 0.0 };
@@ -435,7 +441,7 @@ mod tests {
         let (mut problem, routing) = by_hand();
         let reference = rank_one(&mut problem);
         let layout = Layout::new(reference.problem, &routing, 0);
-        let truth = Truth { step: 0, routing, layout };
+        let truth = Truth { step: 0, routing, layout, domain: reference.domain };
         let row_sum = |rows, row| {
             let mut values = [0f32; 8];
             reference.source_row(&truth, rows, 0, row, &mut values);
@@ -471,7 +477,7 @@ mod tests {
         problem.hidden = 64;
         let reference = Reference::new(&problem, 0, 1);
         let layout = Layout::new(&problem, &routing, 0);
-        let truth = Truth { step: 1, routing, layout };
+        let truth = Truth { step: 1, routing, layout, domain: reference.domain };
         let computed = |skip: Option<usize>| {
             let mut out = vec![bf16::ZERO; 3 * 64];
             let (mut x, mut inner, mut y) = (vec![bf16::ZERO; 64], vec![0.0; 3], vec![0.0; 64]);
@@ -501,7 +507,7 @@ mod tests {
         let (problem, routing) = by_hand();
         let reference = Reference::new(&problem, 0, 2);
         let layout = Layout::new(&problem, &routing, 0);
-        let truth = Truth { step: 3, routing, layout };
+        let truth = Truth { step: 3, routing, layout, domain: reference.domain };
         let mut rows = vec![0f32; 8 * 16];
         problem.token(3, 0, 0, &mut rows[..16]);
         problem.token(3, 1, 1, &mut rows[16..32]);

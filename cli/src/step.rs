@@ -171,7 +171,8 @@ impl<'a, E: Element> Layer<'a, E> {
             zero_copy: 0,
         };
         let experts = Experts::new(problem, setup.threads);
-        let reference = Reference::new(problem, setup.rank, setup.threads);
+        let mut reference = Reference::new(problem, setup.rank, setup.threads);
+        reference.domain = communicator.domain()?;
         progress.at(0, "nvte_ep_initialize");
         let (initialize, comm) = (library.functions.nvte_ep_initialize, communicator.raw.cast());
         // SAFETY: the communicator is live and outlives the group; the configuration is passed by value.

@@ -6,7 +6,10 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_nvte-ep");
 const PASSED: &str = "all checks passed";
 
 /// Variables that would change what a run does.
-const FOREIGN: [&str; 9] = [
+const FOREIGN: [&str; 12] = [
+    "NVTE_EP_HOST_DOMAINS",
+    "NVTE_EP_HOST_FAULT",
+    "NCCL_LSA_TEAM_SIZE",
     "NVTE_EP_RUNTIME",
     "NVTE_EP_LIB",
     "NVTE_EP_HOST_LIB",
@@ -104,6 +107,50 @@ fn every_type_passes() {
         for part in ["runtime    host: asked for by --runtime host", "grad_topk_weights (bits)", "dispatch_bwd"] {
             assert!(printed.contains(part), "{part} is not in\n{printed}");
         }
+    }
+}
+
+/// The reference sums token by token, in the order of NCCL EP over several domains.
+#[test]
+fn simulated_machines_pass_bit_by_bit() {
+    for (machines, more) in [("2", ["--dtype=bf16", "--ranks=4"]), ("1", ["--dtype=f32", "--ranks=4"])] {
+        let arguments: Vec<&str> = SMALL.iter().chain(&more).copied().collect();
+        let output = command(&arguments).env("NVTE_EP_HOST_DOMAINS", machines).output().unwrap();
+        let printed = text(&output.stdout);
+        assert!(output.status.success() && printed.contains(PASSED), "{printed}{}", text(&output.stderr));
+    }
+}
+
+#[test]
+fn what_cuts_simulated_machines_is_named_by_every_rank() {
+    let machines = |value| ("NVTE_EP_HOST_DOMAINS", value);
+    let cases: [(&[(&str, &str)], &str); 4] = [
+        (
+            &[machines("cyclic:2")],
+            "needs all ranks of a machine in one: the ranks of a machine do not follow each other",
+        ),
+        (
+            &[machines("1+3")],
+            "the machines have 1 and 3 ranks, and domains are of one size (rank: machine, domain; 0: sim",
+        ),
+        (
+            &[machines("2"), ("NVTE_EP_HOST_FAULT", "missing=gin,rank=2")],
+            "no GPU-initiated network (GIN) between them on rank 2",
+        ),
+        (
+            &[("NCCL_LSA_TEAM_SIZE", "2")],
+            "domains on 1 machine, and NCCL EP needs all ranks of a machine in one: NCCL_LSA_TEAM_SIZE=2",
+        ),
+    ];
+    for (variables, reason) in cases {
+        let arguments: Vec<&str> = SMALL.iter().chain(&["--ranks=4"]).copied().collect();
+        let output = command(&arguments).envs(variables.iter().copied()).output().unwrap();
+        let printed = text(&output.stdout);
+        assert_eq!(output.status.code(), Some(1), "{printed}");
+        assert!(
+            printed.contains("ranks 0, 1, 2, 3 failed: nvte_ep_initialize: ") && printed.contains(reason),
+            "{printed}"
+        );
     }
 }
 

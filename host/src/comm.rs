@@ -11,7 +11,9 @@ use crate::acting;
 use crate::channel::{self, Channel, rendezvous};
 use crate::check;
 use crate::device::{self, Device};
+use crate::domains;
 use crate::fault::{Fault, Outcome};
+use crate::inject::{self, Missing};
 use crate::line::{Line, Status};
 use crate::rule::Rule;
 use crate::windows::{Window, Windows};
@@ -234,6 +236,12 @@ impl Comm {
             let needed = size_of::<ncclCommProperties_t>();
             return Err(usage(format!("{NAME}.size is {size}, at least {needed} is needed")));
         }
+        let domain = domains::size(self.ranks);
+        // One domain has no use for a network.
+        let gin = match domain == self.ranks || inject::is_missing(Missing::Gin) {
+            true => NCCL_GIN_TYPE_NONE,
+            false => NCCL_GIN_TYPE_GDAKI,
+        };
         let answer = ncclCommProperties_t {
             rank: self.rank as i32,
             nRanks: self.ranks as i32,
@@ -242,10 +250,10 @@ impl Comm {
             // What EP programs ask for before they create a group.
             deviceApiSupport: true,
             multimemSupport: false,
-            ginType: NCCL_GIN_TYPE_NONE,
-            nLsaTeams: 1,
+            ginType: gin,
+            nLsaTeams: (self.ranks / domain) as i32,
             hostRmaSupport: false,
-            railedGinType: NCCL_GIN_TYPE_NONE,
+            railedGinType: gin,
             // SAFETY: the caller vouches for as many bytes as the size says.
             ..unsafe { properties.read() }
         };

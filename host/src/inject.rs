@@ -11,7 +11,7 @@
 //! | `nth` | the call of that function in which it happens, the first one by default |
 //! | `ms` | milliseconds of a delay |
 //! | `code` | of `exit` the status (1), of `fail` what the function returns (`cudaErrorUnknown`, `ncclInternalError`) |
-//! | `missing` | `nvcc`, in place of `call` and `do`: NCCL EP finds no compiler |
+//! | `missing` | in place of `call` and `do`: `nvcc`, NCCL EP finds no compiler; `gin`, there is no network between domains |
 
 use std::collections::HashMap;
 use std::sync::LazyLock;
@@ -53,12 +53,27 @@ enum Action {
     Fail(Option<u32>),
 }
 
+/// What a machine can lack.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Missing {
+    /// The compiler.
+    Nvcc,
+    /// The network that kernels reach other domains over.
+    Gin,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Event {
+    Missing(Missing),
+    /// In the n-th call of a function.
+    Call(String, u64, Action),
+}
+
 #[derive(Debug)]
 struct Rule {
     text: String,
     rank: Option<usize>,
-    /// Nothing for a missing compiler.
-    at: Option<(String, u64, Action)>,
+    event: Event,
     calls: AtomicU64,
 }
 
@@ -81,9 +96,10 @@ impl Rule {
     }
 }
 
-/// Whether the rules hide the compiler from this rank.
-pub fn compiler_is_missing() -> bool {
-    RULES.as_ref().is_ok_and(|rules| rules.iter().any(|rule| rule.at.is_none() && rule.is_for_us()))
+/// Whether the rules hide something from this rank.
+pub fn is_missing(what: Missing) -> bool {
+    let hides = |rule: &Rule| rule.event == Event::Missing(what) && rule.is_for_us();
+    RULES.as_ref().is_ok_and(|rules| rules.iter().any(hides))
 }
 
 /// What an exported function does first; `Body` is the type of its closure, which names it.
@@ -94,7 +110,7 @@ pub fn at_entry<Body>(_: &Body) -> Outcome<()> {
     }
     let Some(function) = acting::function_of(std::any::type_name::<Body>()) else { return Ok(()) };
     for rule in rules {
-        let Some((call, nth, action)) = &rule.at else { continue };
+        let Event::Call(call, nth, action) = &rule.event else { continue };
         if call != function || !rule.is_for_us() || rule.calls.fetch_add(1, Ordering::Relaxed) + 1 != *nth {
             continue;
         }
@@ -148,15 +164,17 @@ fn parse_rule(text: &str) -> Result<Rule, String> {
         parsed.map(Some).ok_or_else(|| format!("{key} must be a number from {least} to {most}, got \"{value}\""))
     };
     let rank = number("rank", 0, 1023)?.map(|rank| rank as usize);
-    let rule = |at| Rule { text: text.to_owned(), rank, at, calls: AtomicU64::new(0) };
+    let rule = |event| Rule { text: text.to_owned(), rank, event, calls: AtomicU64::new(0) };
     if let Some(what) = given.get("missing") {
-        if *what != "nvcc" {
-            return Err(format!("missing must be nvcc, got \"{what}\""));
-        }
+        let missing = match *what {
+            "nvcc" => Missing::Nvcc,
+            "gin" => Missing::Gin,
+            other => return Err(format!("missing must be nvcc or gin, got \"{other}\"")),
+        };
         if let Some(other) = KEYS.iter().find(|key| !["missing", "rank"].contains(key) && given.contains_key(*key)) {
             return Err(format!("{other} has no meaning beside missing"));
         }
-        return Ok(rule(None));
+        return Ok(rule(Event::Missing(missing)));
     }
     let call = *given.get("call").ok_or("call is not given: the function at which something happens")?;
     let is_in = |list: &str| list.lines().any(|name| name == call);
@@ -182,7 +200,7 @@ fn parse_rule(text: &str) -> Result<Rule, String> {
         "fail" => Action::Fail(code.map(|code| code as u32)),
         other => return Err(format!("do must be delay, stop, kill, abort, exit or fail, got \"{other}\"")),
     };
-    Ok(rule(Some((call.to_owned(), number("nth", 1, u64::MAX)?.unwrap_or(1), action))))
+    Ok(rule(Event::Call(call.to_owned(), number("nth", 1, u64::MAX)?.unwrap_or(1), action)))
 }
 
 #[cfg(test)]
@@ -199,13 +217,11 @@ mod tests {
         let rules =
             parse("rank=1,call=ncclEpDispatch,nth=2,do=kill;call=cudaMalloc,do=fail,code=2;missing=nvcc,rank=3;");
         let rules = rules.unwrap();
-        let at = |rule: &Rule| rule.at.clone().unwrap();
-        assert_eq!(
-            (rules[0].rank, at(&rules[0])),
-            (Some(1), ("ncclEpDispatch".into(), 2, Action::Signal(libc::SIGKILL)))
-        );
-        assert_eq!((rules[1].rank, at(&rules[1])), (None, ("cudaMalloc".into(), 1, Action::Fail(Some(2)))));
-        assert_eq!((rules[2].rank, rules[2].at.is_none(), rules.len()), (Some(3), true, 3));
+        let event = |rule: &Rule| (rule.rank, rule.event.clone());
+        let killed = Event::Call("ncclEpDispatch".into(), 2, Action::Signal(libc::SIGKILL));
+        assert_eq!(event(&rules[0]), (Some(1), killed));
+        assert_eq!(event(&rules[1]), (None, Event::Call("cudaMalloc".into(), 1, Action::Fail(Some(2)))));
+        assert_eq!((event(&rules[2]), rules.len()), ((Some(3), Event::Missing(Missing::Nvcc)), 3));
     }
 
     #[test]
@@ -226,7 +242,7 @@ mod tests {
             ("now", "\"now\" is not key=value"),
             ("call=cudaGetLastError,do=fail", "call \"cudaGetLastError\" is no function"),
             ("call=cudaFuncSetAttribute,do=fail", "call \"cudaFuncSetAttribute\" is no function"),
-            ("missing=gcc", "missing must be nvcc, got \"gcc\""),
+            ("missing=gcc", "missing must be nvcc or gin, got \"gcc\""),
             ("missing=nvcc,do=kill", "do has no meaning beside missing"),
         ] {
             let error = parse(text).unwrap_err();

@@ -13,7 +13,7 @@
 //! | [`queue`], [`order`], [`channel`] | queues with worker threads; what a queue comes behind; how ranks meet and exchange data through shared memory |
 //! | [`device`], [`tensor_check`], [`memory`], [`dtype`] | devices and their sticky errors; the checker's rules about memory; tracked memory; element types |
 //! | [`check`], [`inject`], [`errors`], [`stats`] | the contract checker; faults that a test asks for; names of errors; counters |
-//! | [`acting`], [`caller`], [`fault`], [`rule`], [`settings`], [`float`], [`machine`], [`sys`] | who acts, and for whom; errors; the contract's rules; the environment; the floating-point environment; the machine |
+//! | [`acting`], [`caller`], [`fault`], [`rule`], [`settings`], [`domains`], [`float`], [`machine`], [`sys`] | who acts, and for whom; errors; the contract's rules; the environment; simulated machines; the floating-point environment; the machine |
 //!
 //! Ranks are processes of one machine, or threads of one process with a device each
 //! (see [`settings::DEVICES_VARIABLE`]).
@@ -31,6 +31,7 @@ pub mod collectives;
 pub mod comm;
 pub mod copy;
 pub mod device;
+pub mod domains;
 pub mod dtype;
 pub mod ep;
 pub mod errors;

@@ -5,6 +5,8 @@ use std::sync::LazyLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use crate::domains;
+
 /// Time in milliseconds that a rank waits for its peers.
 pub const TIMEOUT_VARIABLE: &str = "NVTE_EP_HOST_TIMEOUT_MS";
 /// Number of devices that a process sees. Several are for programs whose ranks are threads: one device each, as with GPUs.
@@ -87,7 +89,8 @@ const MOST_MS: u64 = 100 * 366 * 86_400_000;
 
 /// Fails with what is wrong with a variable.
 pub fn readable() -> Result<(), String> {
-    SETTINGS.as_ref().map(drop).map_err(Clone::clone)
+    SETTINGS.as_ref().map(drop).map_err(Clone::clone)?;
+    domains::readable()
 }
 
 /// Time that a rank waits for its peers.

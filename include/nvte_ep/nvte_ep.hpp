@@ -191,6 +191,7 @@ class Options {
   Options& timeout(std::chrono::milliseconds limit) { return set("timeout_ms", limit.count()); }
   Options& shutdown_timeout(std::chrono::milliseconds limit) { return set("shutdown_timeout_ms", limit.count()); }
   Options& symm_segment_bytes(std::size_t bytes) { return set("symm_segment_bytes", bytes); }
+  Options& undocumented_scale(bool on = true) { return set("undocumented_scale", on ? "on" : "off"); }
   Options& set(const char* key, const char* value) {
     nvte_ep_ext_options_set(options_, key, value);
     return *this;

@@ -102,6 +102,16 @@ const char *nvte_ep_host_last_error(void);
 int nvte_ep_host_compiler(void);
 
 /**
+ * The number of the simulated machine on which `rank` of `ranks` is, as `NVTE_EP_HOST_DOMAINS` says; -1 where it is unset, and
+ * all are on this one.
+ *
+ * The caller must ensure:
+ * Always safe to call.
+ */
+int nvte_ep_host_machine(int rank,
+                         int ranks);
+
+/**
  * How often a rule of the contract was broken in this process, by the rule's name in reports; with null how often any was,
  * and for a name that no rule has `UINT64_MAX`.
  *

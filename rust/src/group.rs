@@ -157,6 +157,11 @@ impl GroupBuilder {
         self.option("symm_segment_bytes", bytes)
     }
 
+    /// Whether there may be more NVLink domains, or more ranks in each of several, than NCCL EP documents.
+    pub fn undocumented_scale(self, on: bool) -> Self {
+        self.option("undocumented_scale", if on { "on" } else { "off" })
+    }
+
     /// Begins the group, on the thread's current device, which is the communicator's. Collective: every rank builds the same.
     ///
     /// # Errors

@@ -56,6 +56,7 @@ fn agreed(kind: EngineKind, machine: &Machine<'_>) -> Vec<(String, u64)> {
         ("backend", kind as u64),
         ("deterministic", options.deterministic.map_or(2, u64::from)),
         ("symm_segment_bytes", options.symm_segment_bytes),
+        ("undocumented_scale", options.undocumented_scale.into()),
     ];
     let options = options.into_iter().map(|(name, value)| (format!("option {name}"), value));
     let fields = fields.into_iter().map(|(name, value)| (format!("group_config.{name}"), value));

@@ -1,6 +1,7 @@
 //! Where each rank runs and what it has there, and the rules that only all of it decides.
 
 use super::Lookup;
+use super::domains::{MachineName, Surroundings};
 use super::variables;
 use crate::config::{GroupConfig, RecvCapacity};
 use crate::error::{Error, Result};
@@ -12,6 +13,8 @@ use crate::sys::nccl::CommFacts;
 pub(crate) struct RankLocation {
     /// The same for ranks of one machine only.
     pub(crate) host: u64,
+    /// By which NCCL tells it from others, too.
+    pub(crate) name: MachineName,
     /// The same for ranks on one device of a machine only.
     pub(crate) device: u64,
     /// Streaming multiprocessors of the device.
@@ -22,28 +25,46 @@ pub(crate) struct RankLocation {
     pub(crate) domains: u32,
     /// Most blocks of dispatch that the rank's NCCL EP has barriers for.
     pub(crate) dispatch_blocks: u32,
+    /// The network between domains, `NCCL_GIN_TYPE_...`.
+    pub(crate) gin: u32,
+    /// Its environment, as far as domains depend on it.
+    pub(crate) surroundings: Surroundings,
 }
 
 impl RankLocation {
     /// Words of a statement that hold it.
     pub(crate) fn words(&self) -> Vec<u64> {
-        let small = [self.sm_count, self.domains, self.dispatch_blocks];
-        [self.host, self.device, self.free].into_iter().chain(small.map(u64::from)).collect()
+        let Surroundings { team_size, traffic_class, switches } = self.surroundings;
+        let small = [self.sm_count, self.domains, self.dispatch_blocks, self.gin, team_size, traffic_class, switches];
+        let large = [self.host, self.device, self.free].into_iter().chain(self.name.words());
+        large.chain(small.map(u64::from)).collect()
     }
 
     /// What [`RankLocation::words`] made.
     pub(crate) fn from_words(words: &[u64]) -> Self {
-        let &[host, device, free, sm_count, domains, dispatch_blocks] = words else {
+        let Some((&[host, device, free], rest)) = words.split_first_chunk() else {
+            unreachable!("as many words as a place has were asked for");
+        };
+        let Some((name, &[sm_count, domains, dispatch_blocks, gin, team_size, traffic_class, switches])) =
+            rest.split_first_chunk()
+        else {
             unreachable!("as many words as a place has were asked for");
         };
         let small = |word: u64| word as u32;
         Self {
             host,
+            name: MachineName::from_words(*name),
             device,
             free,
             sm_count: small(sm_count),
             domains: small(domains),
             dispatch_blocks: small(dispatch_blocks),
+            gin: small(gin),
+            surroundings: Surroundings {
+                team_size: small(team_size),
+                traffic_class: small(traffic_class),
+                switches: small(switches),
+            },
         }
     }
 }
@@ -89,29 +110,6 @@ pub(crate) fn device_memory(config: &GroupConfig, places: &[RankLocation]) -> Re
             place.free
         ),
         remedy,
-    })
-}
-
-/// # Errors
-/// Ranks of one machine in different NVLink domains: NCCL EP 0.1 ends the process at such a communicator.
-pub(crate) fn domains(places: &[RankLocation]) -> Result<()> {
-    let mut hosts: Vec<u64> = places.iter().map(|place| place.host).collect();
-    hosts.sort_unstable();
-    hosts.dedup();
-    let domains = places.iter().map(|place| place.domains).max().unwrap_or(0);
-    if domains as usize <= hosts.len() {
-        return Ok(());
-    }
-    Err(Error::Preflight {
-        problem: format!(
-            "the communicator has {domains} NVLink domains on {} machines, so ranks of one machine do not reach each \
-             other's memory",
-            hosts.len()
-        ),
-        remedy:
-            "NCCL EP needs all GPUs of a machine in one domain: use GPUs with peer access (nvidia-smi topo -m), let \
-                 every process see all of them, and leave NCCL_P2P_DISABLE and NCCL_P2P_LEVEL unset"
-                .into(),
     })
 }
 
@@ -236,57 +234,35 @@ pub(crate) fn local_sms(name: &str, env: Lookup<'_>, places: &[RankLocation], ow
     }
 }
 
-/// What the communicator says of its ranks' links, and why NCCL EP cannot use it.
+/// What the communicator says of this rank's memory, and why NCCL EP cannot use it. What there is between domains all ranks
+/// look at together ([`super::domains`]).
 ///
 /// # Errors
-/// No symmetric memory; or several NVLink domains with nothing between them.
+/// No symmetric memory.
 pub(crate) fn links(facts: &CommFacts, env: Lookup<'_>) -> Result<()> {
-    let set = |name: &str, value: &str| env(name).is_some_and(|found| found == value);
-    let off: Vec<&str> = [
-        ("NCCL_CUMEM_ENABLE", "0"),
-        ("NCCL_WIN_ENABLE", "0"),
-        ("NCCL_P2P_DISABLE", "1"),
-        ("NCCL_P2P_LEVEL", "LOC"),
-        ("NCCL_GIN_ENABLE", "0"),
-    ]
-    .into_iter()
-    .filter(|(name, value)| set(name, value))
-    .map(|(name, _)| name)
-    .collect();
-    let unset = |else_: &str| if off.is_empty() { else_.to_owned() } else { format!("unset {}", off.join(" and ")) };
-    if let Some(name) = off.iter().find(|name| ["NCCL_CUMEM_ENABLE", "NCCL_WIN_ENABLE"].contains(name)) {
-        return Err(Error::Preflight {
-            problem: format!("{name}=0 takes NCCL's symmetric memory away, in which NCCL EP's buffers lie"),
-            remedy: format!("unset {name}, before the communicator is made"),
-        });
+    for name in ["NCCL_CUMEM_ENABLE", "NCCL_WIN_ENABLE"] {
+        if env(name).is_some_and(|value| value == "0") {
+            return Err(Error::Preflight {
+                problem: format!("{name}=0 takes NCCL's symmetric memory away, in which NCCL EP's buffers lie"),
+                remedy: format!("unset {name}, before the communicator is made"),
+            });
+        }
     }
+    let off = Surroundings::of(env).switched_off();
     let Some(links) = facts.links else {
         off.iter()
             .for_each(|name| tracing::warn!(target: "nvte_ep", "{name} may keep the ranks from reaching each other"));
         return Ok(());
     };
-    if !links.device_api {
-        return Err(Error::Preflight {
-            problem: "this communicator has no symmetric memory, in which NCCL EP's buffers lie".into(),
-            remedy: unset(
-                "NCCL needs GPUs with peer access to each other (NVLink; nvidia-smi topo -m), the driver's virtual memory \
-                 functions, and between machines GIN; NCCL_DEBUG=INFO says which is missing",
-            ),
-        });
+    if links.device_api {
+        return Ok(());
     }
-    if links.domains > 1 && !links.network {
-        return Err(Error::Preflight {
-            problem: format!(
-                "the ranks are in {} NVLink domains, and NCCL has no GPU-initiated network (GIN) between them",
-                links.domains
-            ),
-            remedy: unset(
-                "use GPUs of one NVLink domain (between machines that takes a running IMEX service), or network adapters \
-                 that GIN supports; NCCL_DEBUG=INFO says what it found",
-            ),
-        });
-    }
-    Ok(())
+    let remedy = "NCCL needs GPUs with peer access to each other (NVLink; nvidia-smi topo -m), the driver's virtual memory \
+                  functions, and between machines GIN; NCCL_DEBUG=INFO says which is missing";
+    Err(Error::Preflight {
+        problem: "this communicator has no symmetric memory, in which NCCL EP's buffers lie".into(),
+        remedy: if off.is_empty() { remedy.into() } else { format!("unset {}", off.join(" and ")) },
+    })
 }
 
 #[cfg(test)]
@@ -306,12 +282,17 @@ pub(super) mod tests {
             free: 139 << 30,
             domains: 1,
             dispatch_blocks: dispatch_blocks(false),
+            name: MachineName::default(),
+            gin: 0,
+            surroundings: Surroundings::default(),
         }
     }
 
     #[test]
     fn a_place_survives_the_exchange() {
+        let surroundings = Surroundings { team_size: 4, traffic_class: 107, switches: 5 };
         let own = RankLocation { free: u64::MAX, dispatch_blocks: u32::MAX, ..location(u64::MAX - 1, 3 << 32) };
+        let own = RankLocation { name: MachineName::new("node-7.example"), gin: 3, surroundings, ..own };
         assert_eq!(RankLocation::from_words(&own.words()), own);
     }
 
@@ -423,16 +404,6 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn machines_are_not_split_into_domains() {
-        let places: Vec<_> = (0..4).map(|device| RankLocation { domains: 2, ..location(device / 2, device) }).collect();
-        domains(&places).unwrap();
-        let one_machine: Vec<_> = places.iter().map(|p| RankLocation { host: 1, ..*p }).collect();
-        let text = domains(&one_machine).unwrap_err().to_string();
-        assert!(text.starts_with("the communicator has 2 NVLink domains on 1 machines, so ranks of one"), "{text}");
-        domains(&one_machine.iter().map(|p| RankLocation { domains: 0, ..*p }).collect::<Vec<_>>()).unwrap();
-    }
-
-    #[test]
     fn what_nccl_says_of_the_links_is_heeded() {
         let check = |links, variables: &[(&str, &str)]| {
             let env = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
@@ -443,7 +414,7 @@ pub(super) mod tests {
             links_of(&facts, env).err().map_or(String::new(), |error| error.to_string())
         }
         use super::links as links_of;
-        let good = Links { device_api: true, domains: 1, network: false };
+        let good = Links { device_api: true, domains: 1, gin: 0 };
         assert_eq!(check(Some(good), &[("NCCL_CUMEM_ENABLE", "1")]), "");
         assert_eq!(check(None, &[("NCCL_P2P_DISABLE", "1")]), "", "perhaps it works all the same");
         assert_eq!(
@@ -455,11 +426,7 @@ pub(super) mod tests {
         let none = Some(Links { device_api: false, ..good });
         assert!(check(none, &[]).starts_with("this communicator has no symmetric memory"), "{}", check(none, &[]));
         assert!(check(none, &[("NCCL_P2P_DISABLE", "1")]).ends_with("; unset NCCL_P2P_DISABLE"));
-        let split = Some(Links { domains: 2, ..good });
-        assert!(check(split, &[]).starts_with("the ranks are in 2 NVLink domains, and NCCL has no GPU-initiated"));
-        assert!(check(split, &[]).contains("IMEX"));
-        let off = check(split, &[("NCCL_P2P_DISABLE", "1"), ("NCCL_GIN_ENABLE", "0")]);
+        let off = check(none, &[("NCCL_P2P_DISABLE", "1"), ("NCCL_GIN_ENABLE", "0")]);
         assert!(off.ends_with("; unset NCCL_P2P_DISABLE and NCCL_GIN_ENABLE"), "{off}");
-        assert_eq!(check(Some(Links { domains: 2, network: true, ..good }), &[]), "");
     }
 }

@@ -85,6 +85,8 @@ pub(super) fn base(env: &Env) -> Result<Base> {
             cuda: cuda::Cuda::from_library(&host).map_err(|e| incomplete(HOST, &e))?,
             nccl: nccl::Nccl::from_library(&host).map_err(|e| incomplete(HOST, &e))?,
             nccl_path: None,
+            // SAFETY: the host runtime declares it so (nvte_ep_host.h). An older one may lack it.
+            host_machine: unsafe { host.get(b"nvte_ep_host_machine\0") }.ok().map(|function| *function),
         });
     }
     let driver = driver_library()?;
@@ -95,6 +97,7 @@ pub(super) fn base(env: &Env) -> Result<Base> {
         cuda: cuda::Cuda::from_library(&driver).map_err(|e| incomplete("the CUDA driver", &e))?,
         nccl_path: file_of(table.ncclGetVersion as *const c_void),
         nccl: table,
+        host_machine: None,
     })
 }
 

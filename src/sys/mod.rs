@@ -22,6 +22,7 @@ pub use load::{NcclEpLibrary, SetCaller, file_of, own_directories};
 use crate::env::{Env, RuntimeKind};
 use crate::error::{Error, Result};
 use once_cell::sync::OnceCell;
+use std::ffi::c_int;
 use std::path::PathBuf;
 
 /// Declares a table of function pointers and its constructor from a loaded library. A symbol after `required` that the
@@ -93,6 +94,8 @@ pub struct Base {
     pub nccl: nccl::Nccl,
     /// The file NCCL was loaded from, where the loader tells.
     pub nccl_path: Option<PathBuf>,
+    /// On the host runtime: the simulated machine of a rank of so many, or -1.
+    pub host_machine: Option<unsafe extern "C" fn(c_int, c_int) -> c_int>,
 }
 
 static BASE: OnceCell<Base> = OnceCell::new();

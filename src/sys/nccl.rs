@@ -190,7 +190,7 @@ impl Nccl {
         Some(Links {
             device_api: properties.deviceApiSupport,
             domains: u32::try_from(properties.nLsaTeams).unwrap_or(0),
-            network: properties.railedGinType != b::NCCL_GIN_TYPE_NONE,
+            gin: properties.railedGinType,
         })
     }
 }
@@ -227,8 +227,8 @@ pub struct Links {
     pub device_api: bool,
     /// Groups of ranks that load and store each other's memory (NVLink domains).
     pub domains: u32,
-    /// Whether kernels reach the other groups over a network (GIN).
-    pub network: bool,
+    /// How kernels reach the other groups over a network (GIN), `NCCL_GIN_TYPE_...`.
+    pub gin: b::ncclGinType_t,
 }
 
 /// `"2.30.7"` for 23007.

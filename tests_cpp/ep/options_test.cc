@@ -31,10 +31,12 @@ TEST(OptionsObject, ValuesAreReadBack) {
                        {"backend", "nccl_ep"},
                        {"shutdown_timeout_ms", "0"},
                        {"deterministic", "off"},
-                       {"symm_segment_bytes", "4096"}};
+                       {"symm_segment_bytes", "4096"},
+                       {"undocumented_scale", "on"}};
   for (const auto& [key, value] : pairs) {
     EXPECT_EQ(options.Get(key), std::string(key) == "backend"              ? "auto"
                                 : std::string(key) == "symm_segment_bytes" ? "67108864"
+                                : std::string(key) == "undocumented_scale" ? "off"
                                                                            : "default")
         << key;
     options.Set(key, value);

@@ -10,6 +10,7 @@ int Use(void* comm, float* floats, std::int64_t* indices, const std::uint8_t* by
   nvte_ep::Options options;
   options.drop_on_overflow().deterministic().eager(2).num_topk(2).dispatch_sms(1).combine_sms(1).preprocess_sms(1);
   options.timeout(std::chrono::seconds(3)).shutdown_timeout(std::chrono::minutes(1)).symm_segment_bytes(1 << 20);
+  options.undocumented_scale();
   options.set("overflow", options.get("overflow").c_str());
   nvte_ep::GroupConfig config;
   config.ep_size = 2;

@@ -51,6 +51,8 @@ pub extern "C-unwind" fn nvte_ep_ext_options_create() -> *mut NVTEEpExtOptions {
 /// "deterministic": "on" (rows of a slab come by source rank and row) or "off" (NCCL EP builds of API 3 may then use a
 /// faster order that differs from run to run); default: on, unless NCCL_EP_HT_EM_AG_SCAN_MODE is set.
 /// "symm_segment_bytes": smallest piece of symmetric memory that is registered at a time; default 67108864.
+/// "undocumented_scale": "on" (more than 8 NVLink domains, or more than 8 ranks in each of several, which NCCL EP 0.1.0 does
+/// not document) or "off"; default: off.
 /// Throws for a key or value other than these, with the valid ones, and for options that were destroyed.
 ///
 /// # Safety

@@ -2,6 +2,8 @@
 //!
 //! Two levels, as NCCL EP does it within one load/store domain: the expert's rank sums a token's rows over its local
 //! experts in FP32 and rounds to the token type; the token's rank sums those partial rows over ranks in FP32 and rounds.
+//! Over several domains there is a level between: the sum over each domain's ranks is rounded to the token type, and those
+//! are summed in FP32 from the own domain downwards, the last one after the first.
 //! With zero copy the first sum is written over the token's first row in the caller's window, where the peers read it.
 
 use std::ops::Range;
@@ -161,6 +163,12 @@ struct Partials<'a> {
     pairs: &'a [[u8; PAIR_BYTES]],
 }
 
+/// The ranks of each domain, in the order in which `rank` sums them: its own, those before it, then those behind from the last.
+fn domains_from(rank: usize, ranks: usize, size: usize) -> Vec<Range<usize>> {
+    let (own, count) = (rank / size, ranks / size);
+    (0..count).map(|back| (own + count - back) % count).map(|domain| domain * size..(domain + 1) * size).collect()
+}
+
 impl Combine {
     fn run(&self, channel: &mut Channel) -> Outcome<()> {
         let arrivals = Arrivals::read(&self.handle, FUNCTION)?;
@@ -179,9 +187,9 @@ impl Combine {
             None => Vec::new(),
         };
         let columns = self.row_bytes / self.token_type.size();
-        let mut sums = vec![0f32; columns];
-        let mut scratch = vec![0f32; columns];
+        let (mut sums, mut totals, mut scratch) = (vec![0f32; columns], vec![0f32; columns], vec![0f32; columns]);
         let mut row = vec![0u8; self.row_bytes];
+        let domains = domains_from(channel.rank(), ranks, group.domain);
         // Each rank may have to return every token of the piece to every rank.
         let piece = (PIECE_BYTES / (ranks * (self.head_bytes() + self.pair_bytes()))).max(1);
         let mut first = 0;
@@ -192,30 +200,32 @@ impl Combine {
             let most = offers.iter().map(|offer| offer.args[1] as usize).max().unwrap_or(0);
             let partials: Vec<_> = offers.iter().map(|offer| self.partials(offer, channel.rank(), ranks)).collect();
             for token in range.start..range.end.min(self.tokens) {
-                sums.fill(0.0);
-                for (rank, partials) in partials.iter().enumerate() {
-                    let position = source_map[token * ranks + rank];
-                    if position == -1 {
-                        continue;
-                    }
-                    let index = i64::from(position) - partials.first_position;
-                    let index = usize::try_from(index).ok().filter(|index| *index < partials.count);
-                    let index = index.ok_or_else(|| self.stray(token, rank, position, offers[rank].args[0]))?;
-                    let partial = if windows.is_empty() {
-                        &partials.rows[index * self.row_bytes..][..self.row_bytes]
-                    } else {
-                        let first_row = partials.rows.as_chunks::<4>().0[index];
-                        let start = i32::from_ne_bytes(first_row) as usize * self.row_bytes;
-                        if start + self.row_bytes > windows[rank].byte_len() {
-                            let text = format!("{}: the window of rank {rank} is too small for its rows", self.what);
-                            return Err(Fault::both(cudaErrorIllegalAddress, ncclInvalidArgument, text)
-                                .breaks(Rule::WindowBounds));
+                totals.fill(0.0);
+                for domain in &domains {
+                    sums.fill(0.0);
+                    for rank in domain.clone() {
+                        let (partials, position) = (&partials[rank], source_map[token * ranks + rank]);
+                        if position == -1 {
+                            continue;
                         }
-                        windows[rank].view(start, self.row_bytes)
-                    };
-                    self.token_type.add(&mut sums, &mut scratch, partial);
+                        let index = i64::from(position) - partials.first_position;
+                        let index = usize::try_from(index).ok().filter(|index| *index < partials.count);
+                        let index = index.ok_or_else(|| self.stray(token, rank, position, offers[rank].args[0]))?;
+                        let partial = if windows.is_empty() {
+                            &partials.rows[index * self.row_bytes..][..self.row_bytes]
+                        } else {
+                            self.in_window(&windows, rank, partials.rows.as_chunks::<4>().0[index])?
+                        };
+                        self.token_type.add(&mut sums, &mut scratch, partial);
+                    }
+                    if domains.len() == 1 {
+                        std::mem::swap(&mut sums, &mut totals);
+                    } else {
+                        self.token_type.store(&sums, &mut row);
+                        self.token_type.add(&mut totals, &mut scratch, &row);
+                    }
                 }
-                self.token_type.store(&sums, &mut row);
+                self.token_type.store(&totals, &mut row);
                 self.output.write(token * self.row_bytes, &row);
             }
             self.return_gradients(range.start..range.end.min(self.tokens), &source_map, &partials);
@@ -229,6 +239,16 @@ impl Combine {
             channel.exchange(&format!("{}: rows read", self.what), [0; 4], 0)?;
         }
         Ok(())
+    }
+
+    /// A row of `rank`'s window.
+    fn in_window<'a>(&self, windows: &'a [Span], rank: usize, row: [u8; 4]) -> Outcome<&'a [u8]> {
+        let start = i32::from_ne_bytes(row) as usize * self.row_bytes;
+        if start + self.row_bytes > windows[rank].byte_len() {
+            let text = format!("{}: the window of rank {rank} is too small for its rows", self.what);
+            return Err(Fault::both(cudaErrorIllegalAddress, ncclInvalidArgument, text).breaks(Rule::WindowBounds));
+        }
+        Ok(windows[rank].view(start, self.row_bytes))
     }
 
     /// BWD: writes the gradients of the weights of the own tokens in `range`.

@@ -15,12 +15,14 @@ use crate::channel::name_ranks;
 use crate::check;
 use crate::comm::Comm;
 use crate::device::SM_COUNT;
+use crate::domains;
 use crate::ep::desc::invalid;
 use crate::ep::ll::limits;
 use crate::ep::ll::staged::LowLatency;
 use crate::ep::memory_layout::{MemoryLayout, Rows};
 use crate::fault::{Fault, Outcome};
 use crate::graph;
+use crate::inject::{self, Missing};
 use crate::line::Line;
 use crate::rule::Rule;
 use crate::stats;
@@ -36,6 +38,8 @@ pub struct Group {
     pub comm: Arc<Comm>,
     /// Its operations.
     pub line: Line,
+    /// Ranks of a load/store domain.
+    pub domain: usize,
     /// Experts of the group.
     pub experts: usize,
     /// Most tokens a rank dispatches.
@@ -224,6 +228,14 @@ impl Group {
             let text = format!("{FUNCTION}: zero_copy ON with {} ranks, at most {MAX_DUPLICATE_RANKS}", comm.ranks);
             return Err(invalid(text));
         }
+        let domain = domains::size(comm.ranks);
+        if duplicates && domain < comm.ranks {
+            return Err(unsupported(format!("{FUNCTION}: zero_copy ON over several NVLink domains")));
+        }
+        if domain < comm.ranks && inject::is_missing(Missing::Gin) {
+            let text = format!("{FUNCTION}: {} NVLink domains and no GIN between them", comm.ranks / domain);
+            return Err(Fault::nccl(ncclInvalidUsage, text));
+        }
         let mut fields = fields(config).to_vec();
         fields.push(("NCCL_EP_HT_EM_LOCAL_DUP", u64::from(duplicates)));
         let names: Vec<&str> = fields.iter().map(|(name, _)| *name).collect();
@@ -255,6 +267,7 @@ impl Group {
         let group = Arc::new(Self {
             comm: Arc::clone(comm),
             line,
+            domain,
             experts: config.num_experts as usize,
             max_tokens: config.max_dispatch_tokens_per_rank as usize,
             capacity: match config.max_recv_tokens_per_rank {
@@ -391,7 +404,7 @@ impl Group {
             Layout::ExpertMajor if self.duplicates => Rows::Duplicates,
             Layout::ExpertMajor => Rows::Permuted,
         };
-        MemoryLayout::new(self.comm.ranks, self.experts, self.max_tokens, top_k, self.capacity, kind)
+        MemoryLayout::new((self.comm.ranks, self.domain), self.experts, self.max_tokens, top_k, self.capacity, kind)
     }
 }
 

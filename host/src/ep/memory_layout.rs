@@ -51,8 +51,16 @@ pub enum TokenRows {
 }
 
 impl MemoryLayout {
-    /// The layout for one communicator inside one load/store domain.
-    pub fn new(ranks: usize, experts: usize, max_tokens: usize, top_k: usize, capacity: usize, rows: Rows) -> Self {
+    /// The layout for a communicator of `ranks` in load/store domains of `domain` each.
+    pub fn new(
+        (ranks, domain): (usize, usize),
+        experts: usize,
+        max_tokens: usize,
+        top_k: usize,
+        capacity: usize,
+        rows: Rows,
+    ) -> Self {
+        let domains = ranks / domain;
         let local_experts = experts / ranks;
         let mut total = 0usize;
         let mut part = |bytes: usize| {
@@ -61,13 +69,15 @@ impl MemoryLayout {
             offset
         };
         // NCCL EP's kernels have a byte for each token here.
-        let header = part(max_tokens.next_multiple_of(16));
+        let header = part(domains * max_tokens.next_multiple_of(16));
+        part(max_tokens * (domains - 1));
         let routing = part(capacity * local_experts);
         let recv_count = part(4);
-        let sent = part(max_tokens * 4 * if rows == Rows::Duplicates { top_k } else { ranks });
-        let rank_mask = part(max_tokens * ranks * 8 * ranks.div_ceil(64));
-        part(SM_COUNT as usize * ranks * 8);
-        part(max_tokens * experts * 4);
+        let sent = part(domains * max_tokens * 4 * if rows == Rows::Duplicates { top_k } else { domain });
+        let rank_mask = part(max_tokens * ranks * 8 * domain.div_ceil(64));
+        part(SM_COUNT as usize * domain * 8);
+        // Over several domains the group has it.
+        part(if domains == 1 { max_tokens * experts * 4 } else { 0 });
         let topk = part(max_tokens * top_k * 8);
         let expert_major = usize::from(rows != Rows::Flat);
         let counts = part(local_experts * 4 * expert_major);
@@ -99,20 +109,30 @@ mod tests {
 
     #[test]
     fn size_of_the_worked_example() {
-        assert_eq!(MemoryLayout::new(4, 16, 64, 2, 512, Rows::Permuted).total, 24_832);
+        assert_eq!(MemoryLayout::new((4, 4), 16, 64, 2, 512, Rows::Permuted).total, 24_832);
+    }
+
+    /// MiB a layer of 4096 tokens, top-k 8 and 256 experts, 8 ranks a machine, without drops; from NCCL EP's source.
+    #[test]
+    fn size_over_several_domains() {
+        for (domains, mebibytes) in [(1, 29), (2, 41), (8, 140)] {
+            let ranks = 8 * domains;
+            let size = MemoryLayout::new((ranks, 8), 256, 4096, 8, ranks * 4096 * 8, Rows::Permuted).total;
+            assert_eq!((size as f64 / f64::from(1 << 20)).round() as i32, mebibytes, "{size} at {domains}");
+        }
     }
 
     #[test]
     fn size_with_duplicates() {
         // In order: 64, 2048, 4, 512, 2048, 4224, 4096, 1024, 16, 40, 2048 and 4 bytes, each to a multiple of 256.
         let parts = [256, 2048, 256, 512, 2048, 4352, 4096, 1024, 256, 256, 2048, 256];
-        assert_eq!(MemoryLayout::new(4, 16, 64, 2, 512, Rows::Duplicates).total, parts.iter().sum());
+        assert_eq!(MemoryLayout::new((4, 4), 16, 64, 2, 512, Rows::Duplicates).total, parts.iter().sum());
     }
 
     #[test]
     fn size_of_the_flat_layout() {
         // In order: 64, 2048, 4, 1024, 2048, 4224, 4096 and 1024 bytes, each to a multiple of 256.
         let parts = [256, 2048, 256, 1024, 2048, 4352, 4096, 1024];
-        assert_eq!(MemoryLayout::new(4, 16, 64, 2, 512, Rows::Flat).total, parts.iter().sum());
+        assert_eq!(MemoryLayout::new((4, 4), 16, 64, 2, 512, Rows::Flat).total, parts.iter().sum());
     }
 }

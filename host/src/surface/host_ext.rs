@@ -11,9 +11,11 @@ use nvte_ep_bindings::{cudaErrorInvalidValue, cudaSuccess};
 use crate::caller::{self, Caller};
 use crate::check;
 use crate::device;
+use crate::domains;
+use crate::inject::{self, Missing};
 use crate::rule::Rule;
 use crate::stats::COUNTERS;
-use crate::{comm, inject, memory, settings, stream};
+use crate::{comm, memory, settings, stream};
 
 /// What the host runtime has done in this process, for leak checks and tests.
 #[repr(C)]
@@ -109,7 +111,22 @@ pub unsafe extern "C" fn nvte_ep_host_last_error() -> *const c_char {
 /// Always safe to call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvte_ep_host_compiler() -> c_int {
-    c_int::from(!inject::compiler_is_missing())
+    c_int::from(!inject::is_missing(Missing::Nvcc))
+}
+
+/// The number of the simulated machine on which `rank` of `ranks` is, as `NVTE_EP_HOST_DOMAINS` says; -1 where it is unset, and
+/// all are on this one.
+///
+/// # Safety
+///
+/// Always safe to call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvte_ep_host_machine(rank: c_int, ranks: c_int) -> c_int {
+    let (Ok(rank), Ok(ranks)) = (usize::try_from(rank), usize::try_from(ranks)) else { return -1 };
+    if rank >= ranks {
+        return -1;
+    }
+    domains::machine(rank, ranks).map_or(-1, |machine| machine as c_int)
 }
 
 /// How often a rule of the contract was broken in this process, by the rule's name in reports; with null how often any was,

@@ -173,7 +173,7 @@ pub unsafe extern "C" fn ncclEpUpdateHandle(
     stream: cudaStream_t,
 ) -> ncclResult_t {
     nccl(|| {
-        if inject::compiler_is_missing() {
+        if inject::is_missing(inject::Missing::Nvcc) {
             // As NCCL EP does, which compiles its first kernel here.
             fault::report("ncclEpUpdateHandle: nvcc is missing, asked for by NVTE_EP_HOST_FAULT; NCCL EP aborts here");
             std::process::abort();

@@ -35,14 +35,14 @@ pub(in crate::backend) struct Fit(u32);
 pub(super) fn require_fit(config: &GroupConfig, facts: &DeviceFacts, comm: &CommFacts, nccl: i32) -> Result<()> {
     preflight::device(comm.device, facts)?;
     preflight::nccl_version(nccl)?;
-    require_one_domain(comm.links.map_or(0, |links| links.domains))?;
+    let domains = comm.links.map_or(0, |links| links.domains);
+    require_one_domain((domains > 1).then(|| domains.to_string()))?;
     require_numbered_rows(config)
 }
 
-fn require_one_domain(domains: u32) -> Result<()> {
-    if domains <= 1 {
-        return Ok(());
-    }
+/// `found`: how many domains there are, if not one.
+fn require_one_domain(found: Option<String>) -> Result<()> {
+    let Some(domains) = found else { return Ok(()) };
     Err(Error::Preflight {
         problem: format!("the native engine works within one NVLink domain, and the communicator has {domains}"),
         remedy: "set the option backend, or NVTE_EP_BACKEND, to nccl_ep".into(),
@@ -66,7 +66,7 @@ impl Fit {
     /// # Errors
     /// Several NVLink domains, too few multiprocessors, too little memory; the same on every rank.
     pub(in crate::backend) fn of(config: &GroupConfig, options: &Options, places: &[RankLocation]) -> Result<Self> {
-        require_one_domain(places.iter().map(|place| place.domains).max().unwrap_or(0))?;
+        require_one_domain(preflight::domains::beyond_one(places))?;
         let counts = [
             ("option dispatch_sms", options.dispatch_sms),
             ("option combine_sms", options.combine_sms),
