@@ -157,6 +157,7 @@ mod tests {
             ("NVTE_EP_HOST_TIMEOUT_MS", "10s", MOST_MS),
             ("NVTE_EP_HOST_DEVICES", "-1", 1024),
             ("NVTE_EP_HOST_DEVICES", "1025", 1024),
+            ("NVTE_EP_HOST_LL_SHUFFLE", "0", u64::MAX),
         ] {
             let text = format!("{name} must be a number from 1 to {most}, got {value:?}");
             assert_eq!(read_of(&[(name, value)]), Err(text));
@@ -165,5 +166,6 @@ mod tests {
         assert_eq!(read_of(&[("NVTE_EP_HOST_CHECK", "Warn")]), Err(text.to_owned()));
         assert_eq!(read_of(&[("NVTE_EP_HOST_DEVICES", " 3 ")]).unwrap().devices, 3);
         assert_eq!(read_of(&[("NVTE_EP_HOST_DEVICES", "")]).unwrap().devices, 1);
+        assert_eq!(read_of(&[("NVTE_EP_HOST_LL_SHUFFLE", "12")]).unwrap().shuffle, Some(12));
     }
 }

@@ -412,7 +412,7 @@ fn dequantised(case: &LlCase, found: &[u8], scales: &[u8], given: &[f64]) -> Vec
 }
 
 /// What arrives in a slab of a rank: source rank and row, in order.
-fn arriving(case: &LlCase, rank: usize, slab: usize) -> Vec<(usize, usize)> {
+pub fn arriving(case: &LlCase, rank: usize, slab: usize) -> Vec<(usize, usize)> {
     let own = (rank * case.local()) as i64;
     let mut arriving = Vec::new();
     for source in 0..case.ranks {
