@@ -173,14 +173,15 @@ TEST(Limits, ExpertsPerToken) {
   Group group(shape);
   Layer layer(most, 1);
   const int experts = Experts(group);
-  const Routing routing = MakeRouting(
-      EvenRows(8), most, [=](int rank, int row, int k) { return (17 * rank + 5 * row + k) % experts; });
+  const Routing routing =
+      MakeRouting(EvenRows(8), most, [=](int rank, int row, int k) { return (17 * rank + 5 * row + k) % experts; });
   Step<BFloat16>(group, layer, routing, 9672).ForwardAndBackward();
   try {
     Layer(most + 1, 1);
     ADD_FAILURE() << "a layer of " << most + 1 << " experts per token";
   } catch (const std::runtime_error& error) {
-    const std::string rule = most == 64 ? "must be 1 to 64 experts per token" : "must be at most 32 experts per token with NCCL EP";
+    const std::string rule =
+        most == 64 ? "must be 1 to 64 experts per token" : "must be at most 32 experts per token with NCCL EP";
     EXPECT_NE(std::string(error.what()).find(rule), std::string::npos) << error.what();
   }
 }
