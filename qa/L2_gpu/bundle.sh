@@ -10,7 +10,8 @@ cargo build --release --locked
 cmake -S . -B "$target/cpp" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DNVTE_EP_WHEEL_HEADERS="$(qa/wheels.sh)" \
   -DNVTE_EP_TE_HEADERS="$(qa/te_wheel.sh)/include" >/dev/null
 programs=(test_ep test_stress test_stress_te test_teardown test_boundary test_tensor test_stub call_cost call_cost_te test_te
-  test_te_source te_differential test_abis_register_layer test_abis_te nccl_ep_conformance)
+  test_te_source te_differential test_abis_register_layer test_abis_te nccl_ep_conformance
+  nccl_ep_low_latency)
 cmake --build "$target/cpp" -j2 --target "${programs[@]}" nvte_ep_no_op_runtime
 rm -rf "$out"; mkdir -p "$out/stub"
 cp "$target/release/nvte-ep" "$out/"

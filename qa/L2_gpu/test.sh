@@ -17,6 +17,7 @@ for ranks in 2 4; do
   # It compiles more kernels than the others.
   limit="timeout -k 5 ${SECONDS_EACH:-280}" check "nccl_ep_conformance, $ranks ranks" mpi "$ranks" "$bundle/nccl_ep_conformance" \
     --expect "$bundle/h200_nccl_ep_0.1.0_${ranks}ranks.txt"
+  check "nccl_ep_low_latency, $ranks ranks" mpi "$ranks" "$bundle/nccl_ep_low_latency"
 done
 # TransformerEngine's released library, in the folder NVTE_EP_TE_LIBRARY_DIR; its cuBLAS and cuDNN on LD_LIBRARY_PATH.
 if [ -n "${NVTE_EP_TE_LIBRARY_DIR:-}" ]; then
