@@ -65,6 +65,33 @@ class OneRank {
   void* comm_ = nullptr;
 };
 
+// A group of one rank with one layer of 4 tokens, and a handle that is registered and not prepared yet.
+struct OneLayer {
+  OneLayer() {
+    nvte_ep_initialize(comm.get(), EpCalls().config());
+    NVTEEpLayerConfig layer = {};
+    layer.top_k = 2;
+    std::size_t bytes = 0;
+    handle.id = nvte_ep_register_layer(layer, &bytes);
+    mem = Tensor(device.Allocate(bytes), kNVTEByte, {bytes});
+    handle.mem = mem.get();
+  }
+
+  // Returns when the device has the routing.
+  void Prepare(const std::array<std::int64_t, 8>& experts) {
+    device.Write(nvte_tensor_data(topk_idx.get()), experts.data(), sizeof experts);
+    nvte_ep_prepare(handle, topk_idx.get(), counts.get(), 0, nullptr);
+    device.Read(nvte_tensor_data(counts.get()), 16);
+  }
+
+  const OneRank comm;
+  Device device;
+  NVTEEpHandle handle = {};
+  Tensor mem;
+  const Tensor topk_idx{device.Allocate(64), kNVTEInt64, {4, 2}};
+  const Tensor counts{device.Allocate(16), kNVTEInt32, {4}};
+};
+
 TEST(Boundary, EveryCallButShutdownThrowsBeforeInitialize) {
   EpCalls calls;
   for (const EpCalls::Call& call : calls.NeedingGroup()) {
@@ -337,25 +364,11 @@ int Occurrences(const std::string& text, const std::string& part) {
 // argument.
 bool UnwrittenRowsAreReportedInOurNames() {
   testing::internal::CaptureStderr();
-  EpCalls calls;
-  const OneRank comm;
-  Device device;
-  nvte_ep_initialize(comm.get(), calls.config());
-  NVTEEpLayerConfig layer = {};
-  layer.top_k = 2;
-  std::size_t bytes = 0;
-  NVTEEpHandle handle = {};
-  handle.id = nvte_ep_register_layer(layer, &bytes);
-  const Tensor mem(device.Allocate(bytes), kNVTEByte, {bytes});
-  handle.mem = mem.get();
-  const std::int64_t experts[] = {0, 1, 1, 2, 2, 3, 3, 0};
-  const Tensor topk_idx(device.Allocate(sizeof experts), kNVTEInt64, {4, 2});
-  device.Write(nvte_tensor_data(topk_idx.get()), experts, sizeof experts);
-  const Tensor counts(device.Allocate(16), kNVTEInt32, {4});
-  const Tensor expert_out(device.Allocate(1024), kNVTEBFloat16, {8, 64});
-  const Tensor result(device.Allocate(512), kNVTEBFloat16, {4, 64});
-  nvte_ep_prepare(handle, topk_idx.get(), counts.get(), 0, nullptr);
-  nvte_ep_combine(handle, expert_out.get(), {}, result.get(), nullptr);
+  OneLayer one;
+  const Tensor expert_out(one.device.Allocate(1024), kNVTEBFloat16, {8, 64});
+  const Tensor result(one.device.Allocate(512), kNVTEBFloat16, {4, 64});
+  one.Prepare({0, 1, 1, 2, 2, 3, 3, 0});
+  nvte_ep_combine(one.handle, expert_out.get(), {}, result.get(), nullptr);
   const testing::AssertionResult thrown = Throws(
       "nvte_ep_shutdown", {"rank 0, nvte_ep_combine: expert_out: row 0 is read", "ncclEpCombine: inputs.tokens)"},
       &nvte_ep_shutdown);
@@ -374,35 +387,20 @@ TEST(Boundary, ReportsNameTheCallersArguments) {
 // names. The dispatch has no routing weights, which NCCL EP takes for a backward pass.
 bool GradientsOfAnotherRoutingAreReported() {
   testing::internal::CaptureStderr();
-  EpCalls calls;
-  const OneRank comm;
-  Device device;
-  nvte_ep_initialize(comm.get(), calls.config());
-  NVTEEpLayerConfig layer = {};
-  layer.top_k = 2;
-  std::size_t bytes = 0;
-  NVTEEpHandle handle = {};
-  handle.id = nvte_ep_register_layer(layer, &bytes);
-  const Tensor mem(device.Allocate(bytes), kNVTEByte, {bytes});
-  handle.mem = mem.get();
+  OneLayer one;
   const std::vector<char> zeroes(1024);
   const auto rows = [&](std::size_t count) {
-    void* const data = device.Allocate(count * 128);
-    device.Write(data, zeroes.data(), count * 128);
+    void* const data = one.device.Allocate(count * 128);
+    one.device.Write(data, zeroes.data(), count * 128);
     return Tensor(data, kNVTEBFloat16, {count, 64});
   };
-  const Tensor topk_idx(device.Allocate(64), kNVTEInt64, {4, 2}), counts(device.Allocate(16), kNVTEInt32, {4});
-  const auto prepare = [&](const std::array<std::int64_t, 8>& experts) {
-    device.Write(nvte_tensor_data(topk_idx.get()), experts.data(), sizeof experts);
-    nvte_ep_prepare(handle, topk_idx.get(), counts.get(), 0, nullptr);
-    device.Read(nvte_tensor_data(counts.get()), 16);
-  };
   const Tensor tokens = rows(4), received = rows(8), result = rows(4);
-  prepare({0, 1, 1, 2, 2, 3, 3, 0});
-  nvte_ep_dispatch(handle, topk_idx.get(), tokens.get(), {}, nullptr, {}, received.get(), {}, nullptr, {}, nullptr);
-  nvte_ep_combine(handle, received.get(), {}, result.get(), nullptr);
-  prepare({3, 2, 2, 1, 1, 0, 0, 3});
-  nvte_ep_combine_bwd(handle, result.get(), {}, received.get(), {}, nullptr);
+  one.Prepare({0, 1, 1, 2, 2, 3, 3, 0});
+  nvte_ep_dispatch(one.handle, one.topk_idx.get(), tokens.get(), {}, nullptr, {}, received.get(), {}, nullptr, {},
+                   nullptr);
+  nvte_ep_combine(one.handle, received.get(), {}, result.get(), nullptr);
+  one.Prepare({3, 2, 2, 1, 1, 0, 0, 3});
+  nvte_ep_combine_bwd(one.handle, result.get(), {}, received.get(), {}, nullptr);
   nvte_ep_shutdown();
   const std::string printed = testing::internal::GetCapturedStderr();
   std::fprintf(stderr, "%s\n", printed.c_str());
