@@ -98,15 +98,6 @@ impl Window {
     /// None: the tensor's own address is used.
     pub const NONE: Self =
         Self { window: std::ptr::null_mut(), offset: 0, scale_window: std::ptr::null_mut(), scale_offset: 0 };
-
-    const fn plain(self) -> NVTECommWindow {
-        NVTECommWindow { window: self.window, offset: self.offset }
-    }
-
-    const fn te(self) -> TeWindow {
-        let Self { window, offset, scale_window, scale_offset } = self;
-        TeWindow { window, offset, scale_window, scale_offset }
-    }
 }
 
 /// Handle memory as a tensor, and the layer whose it is.
@@ -118,10 +109,66 @@ pub struct Handle {
     pub mem: NVTETensor,
 }
 
-impl Handle {
-    const fn plain(&self) -> NVTEEpHandle {
+/// An argument as each ABI has it.
+trait Argument {
+    type Plain;
+    type Te;
+    fn plain(self) -> Self::Plain;
+    fn te(self) -> Self::Te;
+}
+
+/// Tensors and streams.
+impl<T> Argument for *mut T {
+    type Plain = Self;
+    type Te = Self;
+    fn plain(self) -> Self {
+        self
+    }
+    fn te(self) -> Self {
+        self
+    }
+}
+
+impl Argument for Window {
+    type Plain = NVTECommWindow;
+    type Te = TeWindow;
+    fn plain(self) -> NVTECommWindow {
+        NVTECommWindow { window: self.window, offset: self.offset }
+    }
+    fn te(self) -> TeWindow {
+        let Self { window, offset, scale_window, scale_offset } = self;
+        TeWindow { window, offset, scale_window, scale_offset }
+    }
+}
+
+impl Argument for &Handle {
+    type Plain = NVTEEpHandle;
+    type Te = NVTETensor;
+    fn plain(self) -> NVTEEpHandle {
         NVTEEpHandle { id: self.layer.id, mem: self.mem }
     }
+    fn te(self) -> NVTETensor {
+        self.mem
+    }
+}
+
+/// A call whose arguments are the same in both ABIs, each as that ABI has it.
+macro_rules! call {
+    ($abi:expr, $name:ident($($argument:expr),*)) => {{
+        match $abi {
+            Abi::RegisterLayer(f) => {
+                let call = f.$name;
+                // SAFETY: handle, tensors, windows and stream are live, as the methods of `Contestant` ask.
+                catch_foreign(stringify!($name), || unsafe { call($(Argument::plain($argument)),*) })?;
+            }
+            Abi::Te(f) => {
+                let call = f.$name;
+                // SAFETY: as above.
+                catch_foreign(stringify!($name), || unsafe { call($(Argument::te($argument)),*) })?;
+            }
+        }
+        Ok(())
+    }};
 }
 
 impl Contestant {
@@ -230,16 +277,16 @@ impl Contestant {
 
     /// Queues a prepare.
     pub fn prepare(&self, handle: &Handle, idx: NVTETensor, counts: NVTETensor, stream: cudaStream_t) -> Outcome<()> {
-        let (mem, plain, align) =
-            (handle.mem, handle.plain(), handle.layer.config.dispatch_output_per_expert_alignment);
         match &self.abi {
             Abi::RegisterLayer(f) => {
-                let prepare = f.nvte_ep_prepare;
+                let (prepare, plain) = (f.nvte_ep_prepare, handle.plain());
+                let align = handle.layer.config.dispatch_output_per_expert_alignment;
                 // SAFETY: as above.
                 catch_foreign("nvte_ep_prepare", || unsafe { prepare(plain, idx, counts, align, stream) })?;
             }
             Abi::Te(f) => {
-                let (prepare, none, config) = (f.nvte_ep_prepare, std::ptr::null_mut(), &raw const handle.layer.config);
+                let (prepare, none, mem) = (f.nvte_ep_prepare, std::ptr::null_mut(), handle.mem);
+                let config = &raw const handle.layer.config;
                 // SAFETY: as above.
                 catch_foreign("nvte_ep_prepare", || unsafe { prepare(mem, idx, counts, none, config, stream) })?;
             }
@@ -256,24 +303,11 @@ impl Contestant {
         window: Window,
         stream: cudaStream_t,
     ) -> Outcome<()> {
-        let (mem, plain) = (handle.mem, handle.plain());
-        match &self.abi {
-            Abi::RegisterLayer(f) => {
-                let (dispatch, none, window) = (f.nvte_ep_dispatch, Window::NONE.plain(), window.plain());
-                // SAFETY: as above.
-                catch_foreign("nvte_ep_dispatch", || unsafe {
-                    dispatch(plain, idx, tokens, none, weights, none, recv, window, recv_weights, none, stream);
-                })?;
-            }
-            Abi::Te(f) => {
-                let (dispatch, none, window) = (f.nvte_ep_dispatch, Window::NONE.te(), window.te());
-                // SAFETY: as above.
-                catch_foreign("nvte_ep_dispatch", || unsafe {
-                    dispatch(mem, idx, tokens, none, weights, none, recv, window, recv_weights, none, stream);
-                })?;
-            }
-        }
-        Ok(())
+        let none = Window::NONE;
+        call!(
+            &self.abi,
+            nvte_ep_dispatch(handle, idx, tokens, none, weights, none, recv, window, recv_weights, none, stream)
+        )
     }
 
     /// Queues a combine of rows that lie in `window`.
@@ -284,20 +318,7 @@ impl Contestant {
         window: Window,
         stream: cudaStream_t,
     ) -> Outcome<()> {
-        let (mem, plain) = (handle.mem, handle.plain());
-        match &self.abi {
-            Abi::RegisterLayer(f) => {
-                let (combine, window) = (f.nvte_ep_combine, window.plain());
-                // SAFETY: as above.
-                catch_foreign("nvte_ep_combine", || unsafe { combine(plain, rows, window, result, stream) })?;
-            }
-            Abi::Te(f) => {
-                let (combine, window) = (f.nvte_ep_combine, window.te());
-                // SAFETY: as above.
-                catch_foreign("nvte_ep_combine", || unsafe { combine(mem, rows, window, result, stream) })?;
-            }
-        }
-        Ok(())
+        call!(&self.abi, nvte_ep_combine(handle, rows, window, result, stream))
     }
 
     /// Queues the gradient of combine, whose rows lie in `window`.
@@ -308,22 +329,7 @@ impl Contestant {
         window: Window,
         stream: cudaStream_t,
     ) -> Outcome<()> {
-        let (mem, plain) = (handle.mem, handle.plain());
-        match &self.abi {
-            Abi::RegisterLayer(f) => {
-                let (combine_bwd, none, window) = (f.nvte_ep_combine_bwd, Window::NONE.plain(), window.plain());
-                // SAFETY: as above.
-                catch_foreign("nvte_ep_combine_bwd", || unsafe {
-                    combine_bwd(plain, grad, none, rows, window, stream);
-                })?;
-            }
-            Abi::Te(f) => {
-                let (combine_bwd, none, window) = (f.nvte_ep_combine_bwd, Window::NONE.te(), window.te());
-                // SAFETY: as above.
-                catch_foreign("nvte_ep_combine_bwd", || unsafe { combine_bwd(mem, grad, none, rows, window, stream) })?;
-            }
-        }
-        Ok(())
+        call!(&self.abi, nvte_ep_combine_bwd(handle, grad, Window::NONE, rows, window, stream))
     }
 
     /// Queues the gradient of dispatch: of received rows, which lie in `window`, and their weights; of tokens and weights.
@@ -335,24 +341,8 @@ impl Contestant {
         window: Window,
         stream: cudaStream_t,
     ) -> Outcome<()> {
-        let (mem, plain) = (handle.mem, handle.plain());
-        match &self.abi {
-            Abi::RegisterLayer(f) => {
-                let (dispatch_bwd, none, window) = (f.nvte_ep_dispatch_bwd, Window::NONE.plain(), window.plain());
-                // SAFETY: as above.
-                catch_foreign("nvte_ep_dispatch_bwd", || unsafe {
-                    dispatch_bwd(plain, grad, window, weights, none, tokens, token_weights, stream);
-                })?;
-            }
-            Abi::Te(f) => {
-                let (dispatch_bwd, none, window) = (f.nvte_ep_dispatch_bwd, Window::NONE.te(), window.te());
-                // SAFETY: as above.
-                catch_foreign("nvte_ep_dispatch_bwd", || unsafe {
-                    dispatch_bwd(mem, grad, window, weights, none, tokens, token_weights, stream);
-                })?;
-            }
-        }
-        Ok(())
+        let none = Window::NONE;
+        call!(&self.abi, nvte_ep_dispatch_bwd(handle, grad, window, weights, none, tokens, token_weights, stream))
     }
 }
 
