@@ -56,7 +56,7 @@ complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -s v -l verbose -d 
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -l digest -d 'Also print a hash of every output, by step and rank, to compare runs bit by bit'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -s h -l help -d 'Print help (see more with \'--help\')'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -s n -l ranks -l np -l nproc-per-node -d 'Ranks to start; several numbers, one run each [default: 4; under a launcher, as many as it started]' -r
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l tokens -d 'Tokens of a rank' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l tokens -d 'Most tokens of a rank' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l hidden -d 'Elements of a token' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l top-k -d 'Experts of a token' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand bench" -l experts -d 'Experts over all ranks' -r
@@ -94,8 +94,8 @@ complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l tokens -d 'Mo
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l hidden -d 'Elements of a token' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l top-k -d 'Experts of a token' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l experts -d 'Experts over all ranks' -r
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l max-sms -d 'Streaming multiprocessors of the job\'s ranks, where it sets them' -r
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l dtype -d 'Type of the rows that are dispatched' -r -f -a "bf16\t'bfloat16'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l max-sms -d 'Streaming multiprocessors that a rank\'s communication may use [default: the library\'s choice, shared out where ranks share a GPU]' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l dtype -d 'Type of the rows that are dispatched. Combined are bf16 for mxfp8, else the same' -r -f -a "bf16\t'bfloat16'
 f16\t'IEEE 754 binary16'
 f32\t'IEEE 754 binary32'
 mxfp8\t'8-bit floats (E4M3) with a scale for each 32'"

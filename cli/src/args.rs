@@ -256,14 +256,10 @@ pub enum TransferArg {
     ZeroCopy,
 }
 
-/// The arguments of `bench`. Those that take a list make a case of every combination.
+/// Lists of shapes, of `bench` and `warmup`: each combination is a case.
 #[derive(Debug, Clone, Args)]
-pub struct BenchArgs {
-    /// Ranks to start; several numbers, one run each [default: 4; under a launcher, as many as it started].
-    #[arg(short = 'n', long, value_name = "N,..", value_delimiter = ',')]
-    #[arg(visible_aliases = ["np", "nproc-per-node"], alias = "nproc_per_node")]
-    pub ranks: Vec<usize>,
-    /// Tokens of a rank.
+pub struct ShapeArgs {
+    /// Most tokens of a rank.
     #[arg(long, value_name = "T,..", value_delimiter = ',', default_value = "512")]
     pub tokens: Vec<usize>,
     /// Elements of a token.
@@ -282,6 +278,18 @@ pub struct BenchArgs {
     /// Type of the rows that are dispatched. Combined are bf16 for mxfp8, else the same.
     #[arg(long, value_enum, value_name = "TYPE,..", value_delimiter = ',', default_value = "bf16")]
     pub dtype: Vec<RowType>,
+}
+
+/// The arguments of `bench`. Those that take a list make a case of every combination.
+#[derive(Debug, Clone, Args)]
+pub struct BenchArgs {
+    /// Ranks to start; several numbers, one run each [default: 4; under a launcher, as many as it started].
+    #[arg(short = 'n', long, value_name = "N,..", value_delimiter = ',')]
+    #[arg(visible_aliases = ["np", "nproc-per-node"], alias = "nproc_per_node")]
+    pub ranks: Vec<usize>,
+    /// The shapes.
+    #[command(flatten)]
+    pub shapes: ShapeArgs,
     /// Who sends to whom.
     #[arg(long, value_enum, value_name = "KIND,..", value_delimiter = ',', default_value = "uniform")]
     pub routing: Vec<Kind>,
@@ -323,24 +331,9 @@ pub struct WarmupArgs {
     /// Ranks of the job [default: 4; under a launcher, as many as it started].
     #[arg(short = 'n', long, value_name = "N", visible_aliases = ["np", "nproc-per-node"], alias = "nproc_per_node")]
     pub ranks: Option<usize>,
-    /// Most tokens of a rank.
-    #[arg(long, value_name = "T,..", value_delimiter = ',', default_value = "512")]
-    pub tokens: Vec<usize>,
-    /// Elements of a token.
-    #[arg(long, value_name = "H,..", value_delimiter = ',', default_value = "1024")]
-    pub hidden: Vec<usize>,
-    /// Experts of a token.
-    #[arg(long, value_name = "K,..", value_delimiter = ',', default_value = "4")]
-    pub top_k: Vec<usize>,
-    /// Experts over all ranks.
-    #[arg(long, value_name = "E,..", value_delimiter = ',', default_value = "16")]
-    pub experts: Vec<usize>,
-    /// Streaming multiprocessors of the job's ranks, where it sets them.
-    #[arg(long, value_name = "N,..", value_delimiter = ',')]
-    pub max_sms: Vec<usize>,
-    /// Type of the rows that are dispatched.
-    #[arg(long, value_enum, value_name = "TYPE,..", value_delimiter = ',', default_value = "bf16")]
-    pub dtype: Vec<RowType>,
+    /// The shapes.
+    #[command(flatten)]
+    pub shapes: ShapeArgs,
     /// Which groups.
     #[arg(long, value_enum, default_value_t = TransferArg::Staged)]
     pub transfer: TransferArg,
@@ -352,15 +345,10 @@ pub struct WarmupArgs {
 impl WarmupArgs {
     /// The same as a bench that times nothing.
     pub fn as_bench(&self) -> BenchArgs {
-        let Self { ranks, tokens, hidden, top_k, experts, max_sms, dtype, transfer, shared } = self.clone();
+        let Self { ranks, shapes, transfer, shared } = self.clone();
         BenchArgs {
             ranks: ranks.into_iter().collect(),
-            tokens,
-            hidden,
-            top_k,
-            experts,
-            max_sms,
-            dtype,
+            shapes,
             routing: vec![Kind::Uniform],
             routing_file: None,
             iterations: 0,
@@ -408,8 +396,8 @@ impl Job {
     pub fn max_sms(&self) -> Vec<usize> {
         match self {
             Self::Run(args) => args.max_sms.into_iter().collect(),
-            Self::Bench(args) => args.max_sms.clone(),
-            Self::Warmup(args) => args.max_sms.clone(),
+            Self::Bench(args) => args.shapes.max_sms.clone(),
+            Self::Warmup(args) => args.shapes.max_sms.clone(),
         }
     }
 
@@ -488,15 +476,16 @@ impl BenchArgs {
         }
         // The last list varies fastest.
         let mut cases = Vec::new();
+        let ShapeArgs { tokens, hidden, top_k, experts, max_sms, dtype } = &self.shapes;
         let all_sms: Vec<Option<usize>> =
-            if self.max_sms.is_empty() { vec![None] } else { self.max_sms.iter().copied().map(Some).collect() };
-        for &hidden in &self.hidden {
-            for &top_k in &self.top_k {
-                for &experts in &self.experts {
+            if max_sms.is_empty() { vec![None] } else { max_sms.iter().copied().map(Some).collect() };
+        for &hidden in hidden {
+            for &top_k in top_k {
+                for &experts in experts {
                     for &max_sms in &all_sms {
-                        for &dtype in &self.dtype {
+                        for &dtype in dtype {
                             for &routing in &self.routing {
-                                for &tokens in &self.tokens {
+                                for &tokens in tokens {
                                     let shape = Shape { ranks, tokens, hidden, top_k, experts, max_sms };
                                     cases.push(self.case(&shape, dtype, routing)?);
                                 }
