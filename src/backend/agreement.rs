@@ -112,6 +112,16 @@ const ALIVE: &str = "check that every rank of the communicator makes this call a
 const ABSENT: &str = "check that every rank of the communicator makes this call and is alive; this call stays behind on the \
                       communicator, so make a new one before trying again";
 
+/// A time-out whose remedy was `remedy`, with what is known of the missing ranks in front of that.
+fn naming_missing(error: Error, remedy: &'static str, why: impl FnOnce() -> String) -> Error {
+    match error {
+        Error::TimeOut { waited_for, milliseconds, remedy: own } if own == remedy => {
+            Error::TimeOut { waited_for, milliseconds, remedy: format!("{}; {remedy}", why()) }
+        }
+        error => error,
+    }
+}
+
 /// What the ranks' records are, if not all of them are of one kind.
 fn check_kinds(kind: Kind, records: &[u8]) -> Result<()> {
     for (rank, record) in records.chunks_exact(RECORD).enumerate() {
@@ -209,13 +219,7 @@ impl Rendezvous {
         let futile = || missing().filter(|reason| reason.futile).map(|reason| reason.text);
         let mut deadline = Deadline::new(what, limit, ALIVE, &futile);
         while let Some(reason) = missing() {
-            match deadline.check() {
-                Err(Error::TimeOut { waited_for, milliseconds, remedy }) if remedy == ALIVE => {
-                    let remedy = format!("{}; {ALIVE}", reason.text);
-                    return Err(Error::TimeOut { waited_for, milliseconds, remedy });
-                }
-                other => other?,
-            }
+            deadline.check().map_err(|error| naming_missing(error, ALIVE, || reason.text))?;
             // A look asks the system about each missing rank, so a long wait looks seldom.
             std::thread::sleep((deadline.waited() / 8).clamp(Duration::from_micros(200), Duration::from_millis(50)));
         }
@@ -241,13 +245,10 @@ impl Rendezvous {
             (nccl.ncclAllGather)(pointer(send), pointer(receive), RECORD, b::ncclUint8, self.comm.as_raw(), stream)
         };
         nccl.check("ncclAllGather", code)?;
-        let progress = self.watched.as_deref().map(Watched::progress);
         let met = cuda.wait(self.stream, limit, what, ABSENT, &|| self.futile());
-        met.map_err(|error| match (error, progress) {
-            (Error::TimeOut { waited_for, milliseconds, remedy }, Some(progress)) if remedy == ABSENT => {
-                Error::TimeOut { waited_for, milliseconds, remedy: format!("{}; {ABSENT}", progress.why().text) }
-            }
-            (error, _) => error,
+        met.map_err(|error| match self.watched.as_deref().map(Watched::progress) {
+            Some(progress) => naming_missing(error, ABSENT, || progress.why().text),
+            None => error,
         })?;
         let mut all = vec![0u8; RECORD * self.facts.size as usize];
         // SAFETY: `all` is as long as the copy.
