@@ -4,25 +4,13 @@ use crate::communicator::Communicator;
 use crate::dtype::{DType, Element, Token};
 use crate::error::{Error as PublicError, Result, call};
 use crate::layer::{Layer, LayerConfig};
-use crate::stats::Stats;
 use crate::symmetric::{RegisteredSlice, SymmetricSlice};
-use nvte_ep_core::backend::{self, EpGroup, PoolStatistics};
+use nvte_ep_core::backend::{self, EngineKind as Backend, EpGroup, MemoryUsage, Stats};
 use nvte_ep_core::config::{Dialect, GroupRequest};
 use nvte_ep_core::error::Error;
-use nvte_ep_core::memory::GroupMemory;
 use nvte_ep_core::options::{EngineChoice, Options};
 use std::fmt::Display;
 use std::time::Duration;
-
-/// What moves the rows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Backend {
-    /// NCCL EP's high-throughput mode.
-    NcclEp,
-    /// The library's own kernels.
-    Native,
-}
 
 /// What a group is asked to be. What is not set is the library's default.
 #[derive(Debug)]
@@ -133,11 +121,7 @@ impl GroupBuilder {
 
     /// What moves the rows. Default: what `NVTE_EP_BACKEND` says, or else what fits the machine.
     pub fn backend(self, backend: Backend) -> Self {
-        let choice = match backend {
-            Backend::NcclEp => EngineChoice::NcclEp,
-            Backend::Native => EngineChoice::Native,
-        };
-        self.option("backend", choice.name())
+        self.option("backend", EngineChoice::from(backend).name())
     }
 
     /// How long `build` and the calls about symmetric memory wait for other ranks; none = for ever.
@@ -291,7 +275,7 @@ impl Group {
     /// # Errors
     /// Another current device.
     pub fn stats(&self) -> Result<Stats> {
-        self.call("nvte_ep_ext_stats", |group| Ok(group.stats()?.into()))
+        self.call("nvte_ep_ext_stats", EpGroup::stats)
     }
 
     /// How much device memory the group takes on this rank.
@@ -299,7 +283,7 @@ impl Group {
     /// # Errors
     /// Another current device.
     pub fn memory_usage(&self) -> Result<MemoryUsage> {
-        self.call("nvte_ep_ext_memory_usage", |group| Ok(group.memory_usage()?.into()))
+        self.call("nvte_ep_ext_memory_usage", EpGroup::memory_usage)
     }
 
     /// Ends the group: waits for queued work and for the other ranks. Collective.
@@ -340,69 +324,5 @@ impl Drop for Group {
     fn drop(&mut self) {
         // The library has logged what failed; who wants to know calls shutdown().
         let _: std::result::Result<(), PublicError> = self.end();
-    }
-}
-
-/// Device memory of this rank that a group takes, in bytes unless said otherwise. `docs/memory.md` has the formulas.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct MemoryUsage {
-    /// Buffers for rows, weights and scales on their way.
-    pub staging: u64,
-    /// The map of who sends to whom.
-    pub routing_map: u64,
-    /// Scratch of the kernels.
-    pub workspace: u64,
-    /// The library's own scratch.
-    pub library: u64,
-    /// Segments of symmetric memory.
-    pub symm_reserved: u64,
-    /// Handle memory of all layers that were prepared.
-    pub handle_memory: u64,
-    /// Number of these handles.
-    pub handles: u64,
-    /// Bytes of symmetric memory that are handed out.
-    pub symm_in_use: u64,
-    /// Most bytes of it that were ever handed out at a time.
-    pub symm_peak: u64,
-    /// Number of live [`SymmetricSlice`]s.
-    pub symm_allocations: u64,
-    /// Number of segments.
-    pub symm_segments: u64,
-    /// Number of live [`RegisteredSlice`]s.
-    pub registered: u64,
-    /// What moves the rows.
-    pub backend: Backend,
-}
-
-impl MemoryUsage {
-    /// All that the group has allocated.
-    #[must_use]
-    pub const fn total(&self) -> u64 {
-        self.staging + self.routing_map + self.workspace + self.library + self.symm_reserved
-    }
-}
-
-impl From<backend::MemoryUsage> for MemoryUsage {
-    fn from(usage: backend::MemoryUsage) -> Self {
-        let backend::MemoryUsage { group, library, handles, open_handles, symmetric, engine } = usage;
-        let GroupMemory { staging, routing_map, workspace } = group;
-        let PoolStatistics { reserved, in_use, peak, allocations, segments, registered } = symmetric;
-        Self {
-            staging,
-            routing_map,
-            workspace,
-            library,
-            symm_reserved: reserved,
-            handle_memory: handles,
-            handles: open_handles,
-            symm_in_use: in_use,
-            symm_peak: peak,
-            symm_allocations: allocations,
-            symm_segments: segments,
-            registered,
-            // The core numbers them: 1 and 2.
-            backend: if engine == 2 { Backend::Native } else { Backend::NcclEp },
-        }
     }
 }

@@ -153,7 +153,6 @@ mod group;
 mod layer;
 mod memory;
 mod prepared;
-mod stats;
 mod stream;
 mod symmetric;
 
@@ -161,10 +160,11 @@ pub use call::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare, WeightGrads,
 pub use communicator::{Communicator, UNIQUE_ID_BYTES, UniqueId};
 pub use dtype::{BFloat16, DType, Element, Float8E4M3, Float8E5M2, Float8E8M0, Float16, Index, Scaled, Token};
 pub use error::{Error, ErrorKind, Result};
-pub use group::{Backend, Group, GroupBuilder, MemoryUsage};
+pub use group::{Group, GroupBuilder};
 pub use layer::{HandleMemory, Layer, LayerConfig};
 pub use memory::{DeviceSlice, DeviceSliceMut, Lent, RawSlice, Rows, RowsMut};
-pub use prepared::{Prepared, RecvTotals};
-pub use stats::{CallStats, Stats};
+#[doc(inline)]
+pub use nvte_ep_core::backend::{CallStats, EngineKind as Backend, MemoryUsage, RecvTotals, Stats};
+pub use prepared::Prepared;
 pub use stream::Stream;
 pub use symmetric::{RegisteredSlice, SymmetricSlice};

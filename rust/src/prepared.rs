@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::layer::HandleMemory;
 use crate::memory::Uses;
 use crate::stream::Stream;
-use nvte_ep_core::backend::RecvTotals as Totals;
+use nvte_ep_core::backend::RecvTotals;
 use nvte_ep_core::tensor::TensorView;
 
 /// The routing of a step, and the step's calls: dispatch and combine, and in training their gradients.
@@ -85,9 +85,7 @@ impl<'h, 'g> Prepared<'h, 'g> {
     /// A stream that captures; queued work that failed.
     pub fn recv_totals<'s>(&self, stream: impl Into<Stream<'s>>) -> Result<RecvTotals> {
         let stream = stream.into();
-        self.handle.group.call("nvte_ep_ext_recv_totals", |ep| {
-            ep.recv_totals(&self.handle.handle.mem, stream.raw).map(RecvTotals::from)
-        })
+        self.handle.group.call("nvte_ep_ext_recv_totals", |ep| ep.recv_totals(&self.handle.handle.mem, stream.raw))
     }
 
     /// Ends the step and gives the handle back, for a queue of handles. Where a handle is borrowed for one step only, to drop
@@ -95,26 +93,5 @@ impl<'h, 'g> Prepared<'h, 'g> {
     #[must_use]
     pub fn finish(self) -> &'h mut HandleMemory<'g> {
         self.handle
-    }
-}
-
-/// What a step's routing needs of this rank's receive buffers, in rows with their padding.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct RecvTotals {
-    /// Rows that arrive, before any are dropped.
-    pub needed: u64,
-    /// Rows of the receive buffers that they take up.
-    pub received: u64,
-    /// Rows that have no place; 0 unless the group drops.
-    pub dropped: u64,
-    /// This rank's indices that name no expert, and routed nowhere.
-    pub invalid_indices: u64,
-}
-
-impl From<Totals> for RecvTotals {
-    fn from(totals: Totals) -> Self {
-        let Totals { needed, received, dropped, invalid_indices } = totals;
-        Self { needed, received, dropped, invalid_indices }
     }
 }

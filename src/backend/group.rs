@@ -12,10 +12,10 @@ use super::watchdog::Watchdog;
 use crate::config::{GroupConfig, LayerConfig, RecvCapacity};
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::memory::HEADER_BYTES;
+use crate::memory::{GroupMemory, HEADER_BYTES};
 use crate::ops::{Arguments, Combine, CombineBwd, Dispatch, DispatchBwd, Prepare, Prepared, Ranges};
 use crate::progress::{Call, Step};
-use crate::symm_pool;
+use crate::symm_pool::{self, PoolStatistics};
 use crate::sys::cuda::{Stream, StreamState};
 use crate::tensor::{Shape, TensorView, Window};
 
@@ -246,7 +246,7 @@ impl EpGroup {
     pub fn stats(&self) -> Result<Stats> {
         let group = &self.lock()?.group;
         let engine = &group.engine;
-        Ok(Stats { invalid_indices: engine.invalid_indices(), engine: engine.kind() as u64, ..group.stats })
+        Ok(Stats { invalid_indices: engine.invalid_indices(), backend: engine.kind(), ..group.stats })
     }
 
     /// Device memory of the group; host only.
@@ -257,17 +257,26 @@ impl EpGroup {
         let mut locked = self.lock()?;
         let group = &mut locked.group;
         let open: Vec<LayerConfig> = group.handles.layers().collect();
-        let mut handles = 0;
+        let mut handle_memory = 0;
         for layer in &open {
-            handles += group.layer_of(*layer)?.mem_bytes() as u64;
+            handle_memory += group.layer_of(*layer)?.mem_bytes() as u64;
         }
+        let GroupMemory { staging, routing_map, workspace } = group.engine.memory();
+        let PoolStatistics { reserved, in_use, peak, allocations, segments, registered } = group.symm.statistics();
         Ok(MemoryUsage {
-            group: group.engine.memory(),
+            staging,
+            routing_map,
+            workspace,
             library: group.rendezvous.bytes(),
-            handles,
-            open_handles: open.len() as u64,
-            symmetric: group.symm.statistics(),
-            engine: group.engine.kind() as u64,
+            symm_reserved: reserved,
+            handle_memory,
+            handles: open.len() as u64,
+            symm_in_use: in_use,
+            symm_peak: peak,
+            symm_allocations: allocations,
+            symm_segments: segments,
+            registered,
+            backend: group.engine.kind(),
         })
     }
 }

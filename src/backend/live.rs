@@ -1,7 +1,7 @@
 //! What a group consists of, on one device.
 
 use super::agreement::Rendezvous;
-use super::engine::{Engine, Handle};
+use super::engine::{Engine, EngineKind, Handle};
 use super::residency::Residency;
 use super::routing::handles::Handles;
 use super::routing::notes::HandleKey;
@@ -11,8 +11,7 @@ use super::watchdog::Watchdog;
 use crate::config::{GroupConfig, LayerConfig, SlabAlignment};
 use crate::env::Env;
 use crate::error::{Error, Result};
-use crate::memory::{GroupMemory, HEADER_BYTES};
-use crate::symm_pool::PoolStatistics;
+use crate::memory::HEADER_BYTES;
 use crate::sys::Base;
 use crate::sys::cuda::{Stream, StreamState};
 use crate::tensor::TensorView;
@@ -76,34 +75,58 @@ pub(super) struct Group {
     pub(super) stats: Stats,
 }
 
-/// What a step's routing needs of a rank's receive buffers, in rows with their padding.
+/// What a step's routing needs of this rank's receive buffers, in rows with their padding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct RecvTotals {
-    /// Rows that arrive.
+    /// Rows that arrive, before any are dropped.
     pub needed: u64,
-    /// Rows of those that the buffers take.
+    /// Rows of the receive buffers that they take up.
     pub received: u64,
-    /// Rows of those that are dropped.
+    /// Rows that have no place; 0 unless the group drops.
     pub dropped: u64,
-    /// This rank's indices that were no expert, and routed nowhere.
+    /// This rank's indices that name no expert, and routed nowhere.
     pub invalid_indices: u64,
 }
 
-/// Device memory of a group, of this rank, in bytes.
+/// Device memory of this rank that a group takes, in bytes unless said otherwise. `docs/memory.md` has the formulas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MemoryUsage {
-    /// The engine's buffers.
-    pub group: GroupMemory,
-    /// The library's own.
+    /// Buffers for rows, weights and scales on their way.
+    pub staging: u64,
+    /// The map of who sends to whom.
+    pub routing_map: u64,
+    /// Scratch of the kernels.
+    pub workspace: u64,
+    /// The library's own scratch.
     pub library: u64,
-    /// Handle memory, which callers allocate, of all open handles.
+    /// Segments of symmetric memory.
+    pub symm_reserved: u64,
+    /// Handle memory of all layers that were prepared.
+    pub handle_memory: u64,
+    /// Number of these handles.
     pub handles: u64,
-    /// How many handles are open.
-    pub open_handles: u64,
-    /// The symmetric pool.
-    pub symmetric: PoolStatistics,
-    /// The number of the engine: 1 is NCCL EP, 2 the native engine.
-    pub engine: u64,
+    /// Bytes of symmetric memory that are handed out.
+    pub symm_in_use: u64,
+    /// Most bytes of it that were ever handed out at a time.
+    pub symm_peak: u64,
+    /// Number of live allocations of symmetric memory.
+    pub symm_allocations: u64,
+    /// Number of segments.
+    pub symm_segments: u64,
+    /// Number of live registrations of callers' memory.
+    pub registered: u64,
+    /// What moves the rows.
+    pub backend: EngineKind,
+}
+
+impl MemoryUsage {
+    /// All that the group has allocated.
+    #[must_use]
+    pub const fn total(&self) -> u64 {
+        self.staging + self.routing_map + self.workspace + self.library + self.symm_reserved
+    }
 }
 
 impl Group {

@@ -29,9 +29,10 @@ mod symm;
 mod teardown;
 mod watchdog;
 
-pub use crate::symm_pool::{PoolStatistics, SymmetricAddress};
+pub use crate::symm_pool::SymmetricAddress;
 pub use communicator::Communicator;
 pub use create::initialize;
+pub use engine::EngineKind;
 pub use live::{HandleRef, LayerClaim, MemoryUsage, RecvTotals};
 pub use registry::{EpGroup, current_group, report_failure};
 pub use routing::notes::HandleKey;

@@ -1,42 +1,45 @@
 //! What a group has done, counted as it is done: under the group's lock, so that no devices share a cache line of it.
 #![forbid(unsafe_code)]
 
+use super::engine::EngineKind;
 use crate::progress::Call;
 
-/// Calls of one kind that were queued, captured ones once.
+/// Calls of one kind that queued their work. A call that a graph captures counts once.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CallStats {
     /// How many.
     pub count: u64,
-    /// Bytes of this rank's rows in them, one for each token; of prepare, of its indices.
+    /// Bytes of this rank's rows in them, one for each token, without scales; of prepare, of its indices.
     pub bytes: u64,
 }
 
-/// What one group has done on this rank.
+/// What one group has done on this rank so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Stats {
-    /// `nvte_ep_prepare`, also as part of prepare_and_dispatch.
+    /// Prepares, also as part of `prepare_and_dispatch`.
     pub prepare: CallStats,
-    /// `nvte_ep_dispatch`.
+    /// Dispatches, also as part of `prepare_and_dispatch`.
     pub dispatch: CallStats,
-    /// `nvte_ep_combine`.
+    /// Combines.
     pub combine: CallStats,
-    /// `nvte_ep_combine_bwd`.
+    /// Gradients of combine.
     pub combine_bwd: CallStats,
-    /// `nvte_ep_dispatch_bwd`.
+    /// Gradients of dispatch.
     pub dispatch_bwd: CallStats,
     /// Handles that were opened over handle memory.
     pub handles_opened: u64,
-    /// Those of them that were given up: for room, for another layer in their memory, or with their registration.
+    /// Those of them that were given up: for room, for another layer in their memory, or with their registration. They are
+    /// opened anew when a call needs them.
     pub handles_closed: u64,
-    /// Rows that steps had no place for, of the steps whose totals were asked for.
+    /// Rows that had no place, of the steps whose totals were asked for.
     pub dropped_rows: u64,
-    /// Indices that were no expert, of the steps that have run.
+    /// Indices that were no expert, of the steps that have run so far.
     pub invalid_indices: u64,
-    /// Calls that failed or were refused.
+    /// Calls that failed.
     pub errors: u64,
-    /// The number of the engine: 1 is NCCL EP, 2 the native engine.
-    pub engine: u64,
+    /// What moves the rows.
+    pub backend: EngineKind,
 }
 
 impl Stats {

@@ -160,7 +160,7 @@ impl Default for NVTEEpExtMemoryUsage {
 
 impl From<RecvTotals> for NVTEEpExtRecvTotals {
     fn from(totals: RecvTotals) -> Self {
-        let RecvTotals { needed, received, dropped, invalid_indices } = totals;
+        let RecvTotals { needed, received, dropped, invalid_indices, .. } = totals;
         Self { struct_size: size_of::<Self>(), needed, received, dropped, not_experts: invalid_indices }
     }
 }
@@ -168,7 +168,7 @@ impl From<RecvTotals> for NVTEEpExtRecvTotals {
 impl From<Stats> for NVTEEpExtStats {
     fn from(stats: Stats) -> Self {
         let Stats { prepare, dispatch, combine, combine_bwd, dispatch_bwd, handles_opened, handles_closed, .. } = stats;
-        let Stats { dropped_rows, invalid_indices, errors, engine, .. } = stats;
+        let Stats { dropped_rows, invalid_indices, errors, backend, .. } = stats;
         Self {
             struct_size: size_of::<Self>(),
             prepares: prepare.count,
@@ -186,30 +186,29 @@ impl From<Stats> for NVTEEpExtStats {
             dropped_rows,
             not_experts: invalid_indices,
             errors,
-            engine,
+            engine: backend as u64,
         }
     }
 }
 
 impl From<MemoryUsage> for NVTEEpExtMemoryUsage {
     fn from(usage: MemoryUsage) -> Self {
-        let MemoryUsage { group, library, handles, open_handles, symmetric, engine } = usage;
         Self {
             struct_size: size_of::<Self>(),
-            staging: group.staging,
-            routing_map: group.routing_map,
-            workspace: group.workspace,
-            library,
-            symm_reserved: symmetric.reserved,
-            total: group.total() + library + symmetric.reserved,
-            handle_memory: handles,
-            handles: open_handles,
-            symm_in_use: symmetric.in_use,
-            symm_peak: symmetric.peak,
-            symm_allocations: symmetric.allocations,
-            symm_segments: symmetric.segments,
-            registered: symmetric.registered,
-            engine,
+            staging: usage.staging,
+            routing_map: usage.routing_map,
+            workspace: usage.workspace,
+            library: usage.library,
+            symm_reserved: usage.symm_reserved,
+            total: usage.total(),
+            handle_memory: usage.handle_memory,
+            handles: usage.handles,
+            symm_in_use: usage.symm_in_use,
+            symm_peak: usage.symm_peak,
+            symm_allocations: usage.symm_allocations,
+            symm_segments: usage.symm_segments,
+            registered: usage.registered,
+            engine: usage.backend as u64,
         }
     }
 }

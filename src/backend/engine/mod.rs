@@ -22,12 +22,14 @@ use crate::tensor::TensorView;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Which engine a group has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum EngineKind {
+/// What moves the rows of a group.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum EngineKind {
     /// NCCL EP's high-throughput mode.
+    #[default]
     NcclEp = 1,
-    /// Kernels of our own.
+    /// The library's own kernels.
     Native = 2,
 }
 
@@ -37,6 +39,15 @@ impl EngineKind {
         match self {
             Self::NcclEp => &limits::NCCL_EP,
             Self::Native => &limits::NATIVE,
+        }
+    }
+}
+
+impl From<EngineKind> for EngineChoice {
+    fn from(kind: EngineKind) -> Self {
+        match kind {
+            EngineKind::NcclEp => Self::NcclEp,
+            EngineKind::Native => Self::Native,
         }
     }
 }
