@@ -384,12 +384,15 @@ impl Span {
     pub fn poison(&self, offset: usize, bytes: usize) {
         self.check(offset, bytes);
         let start = self.address + offset;
-        let pattern = match find(self.address).filter(|there| self.tracked && there.kind.on_device()) {
+        let pattern: [u8; PATTERN_BYTES] = match find(self.address)
+            .filter(|there| self.tracked && there.kind.on_device())
+        {
             Some(there) => std::array::from_fn(|index| there.poison()[(start - there.base + index) % PATTERN_BYTES]),
             None => [POISON; PATTERN_BYTES],
         };
-        for at in (0..bytes).step_by(PATTERN_BYTES) {
-            self.write(offset + at, &pattern[..PATTERN_BYTES.min(bytes - at)]);
+        let pattern = pattern.repeat(4096 / PATTERN_BYTES);
+        for at in (0..bytes).step_by(pattern.len()) {
+            self.write(offset + at, &pattern[..pattern.len().min(bytes - at)]);
         }
     }
 

@@ -126,6 +126,36 @@ fn shuffled() {
     shuffled_steps();
 }
 
+#[test]
+fn a_rank_that_ends_between_the_halves_is_named() {
+    run_processes("ends_between_the_halves", 2, 60_000, &[1]);
+}
+
+#[test]
+#[ignore = "run by a_rank_that_ends_between_the_halves_is_named"]
+fn ends_between_the_halves() {
+    let rank = join_as_process();
+    let case = LlCase::new(2, 4, 2, &[3, 2], spread(4));
+    let group = rank.create_group(&case.config()).unwrap();
+    let handle = ll_handle(&rank, group, &case);
+    let mut buffers = LlBuffers::new(&rank, &case);
+    buffers.set(&rank, &case, 1);
+    buffers.update(&handle, rank.stream);
+    nccl_ok(buffers.dispatch(&case, &handle, rank.stream, true));
+    rank.sync();
+    if rank.rank == 1 {
+        // SAFETY: ends this process, which holds nothing that others need.
+        unsafe { libc::raise(libc::SIGKILL) };
+    }
+    nccl_ok(complete(&handle, rank.stream));
+    // SAFETY: no preconditions.
+    let code = unsafe { cudaStreamSynchronize(rank.stream) };
+    let text = describe(code);
+    let words = ["ncclEpDispatch(expert-major, ", "the process of rank 1 (pid ", "has ended"];
+    assert!(code == cudaErrorLaunchFailure && words.iter().all(|word| text.contains(word)), "{code}: {text}");
+    std::mem::forget((handle, buffers));
+}
+
 /// Steps over three handles in turn, of which only one at a time is between its halves.
 #[test]
 fn staged_and_whole_calls_over_several_handles() {

@@ -431,6 +431,27 @@ fn updates_and_what_needs_one() {
     });
 }
 
+#[test]
+fn indices_stay_until_combine_has_read_them() {
+    let _turn = turn();
+    let case = case();
+    with_ll_group(&case, |rank, group| {
+        let handle = ll_handle(rank, group, &case);
+        let mut buffers = LlBuffers::new(rank, &case);
+        let indices = Buffer::of(&[0i64; 6], rank.stream);
+        let mut topk = Desc::of(&indices, ncclInt64, &[3, 2]);
+        // SAFETY: all pointers are ours and valid.
+        nccl_ok(unsafe { ncclEpUpdateHandle(handle.handle, topk.ptr(), ptr::null(), rank.stream) });
+        rank.sync();
+        drop(indices);
+        rank.sync();
+        let words = "topk_idx of ncclEpUpdateHandle: 48 bytes at 0x";
+        refused(buffers.dispatch(&case, &handle, rank.stream, false), ncclUnhandledCudaError, words);
+        assert!(nccl_error().contains("are still used, but have been freed: rule freed-memory"), "{}", nccl_error());
+        handle.destroy();
+    });
+}
+
 /// What the kernels of a group cannot do is an error of its calls.
 #[test]
 fn launches() {

@@ -121,7 +121,8 @@ pub unsafe fn combine(
     if !limits::can_sum(row_bytes) {
         return Err(rows.wrong("has rows of more than 31744 bytes, which the kernels cannot sum"));
     }
-    let mut kept = vec![Kept::new(outputs.tokens, "outputs.tokens", &result)];
+    let mut kept =
+        vec![Kept::new(inputs.tokens, "inputs.tokens", &rows), Kept::new(outputs.tokens, "outputs.tokens", &result)];
     let weights = if shape.rank_major {
         if !outputs.topk_weights.is_null() {
             let text = "outputs.topk_weights is given with the rank-major layout, whose rows are summed as they are";

@@ -108,6 +108,9 @@ pub unsafe fn dispatch(
     if group.zero_copy && !shape.rank_major {
         return Err(invalid(format!("{FUNCTION}: zero_copy ON excludes the expert-major layout in low-latency mode")));
     }
+    if group.zero_copy && group.domain < shape.ranks {
+        return Err(invalid(format!("{FUNCTION}: zero_copy ON over several NVLink domains in low-latency mode")));
+    }
     let routing = handle.routing(FUNCTION)?;
 
     let require = |pointer: *mut ncclEpTensor_t, name: &str| {
@@ -124,7 +127,10 @@ pub unsafe fn dispatch(
     let regions = Regions::of(&shape);
     let (outer, inner) = (regions.number, regions.rows);
     received.expect_shape(&[outer, inner, hidden])?;
-    let mut kept = vec![Kept::new(outputs.tokens, "outputs.tokens", &received)];
+    let mut kept = vec![
+        Kept::new(inputs.tokens, "inputs.tokens", &tokens),
+        Kept::new(outputs.tokens, "outputs.tokens", &received),
+    ];
     let mut lanes = Vec::new();
     let mut quantised = None;
     let lane = |input: Option<&Tensor>, output: &Tensor| -> Outcome<Lane> {
@@ -152,6 +158,7 @@ pub unsafe fn dispatch(
             check_quantised(&pairs.0, &pairs.1, &config)?;
             check_pair(&pairs.0, "inputs.tokens")?;
             check_pair(&pairs.1, "inputs.scales")?;
+            kept.push(Kept::new(inputs.scales, "inputs.scales", &scales));
             kept.push(Kept::new(outputs.scales, "outputs.scales", &received_scales));
             lanes.push(lane(Some(&tokens), &received)?);
             lanes.push(lane(Some(&scales), &received_scales)?);
@@ -221,6 +228,7 @@ pub unsafe fn dispatch(
             NCCL_EP_EXPERT_ID_GLOBAL => true,
             other => return Err(invalid(format!("{FUNCTION}: layout_info.recv_topk_idx_kind {other} is unknown"))),
         };
+        kept.push(Kept::new(inputs.topk_weights, "inputs.topk_weights", &own));
         kept.push(Kept::new(outputs.topk_weights, "outputs.topk_weights", &weights));
         kept.push(Kept::new(outputs.topk_idx, "outputs.topk_idx", &experts));
         let by_token = ByToken { own_weights: own.span, weights: weights.span, experts: experts.span, global_ids };

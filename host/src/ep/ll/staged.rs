@@ -29,7 +29,7 @@ pub trait Halves: Send + Sync {
     fn spans(&self) -> Vec<Span>;
 }
 
-/// A descriptor that NCCL EP reads again when it completes an operation.
+/// A descriptor whose address NCCL EP keeps until it completes an operation.
 #[derive(Debug)]
 pub struct Kept {
     address: usize,
