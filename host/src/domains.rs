@@ -1,7 +1,7 @@
 //! Machines that a test asks for: which rank is on which, and the NVLink domains that NCCL would make of them.
 //!
 //! A domain has as many ranks as divide the length of every run of consecutive ranks on one machine, and
-//! [`TEAM_SIZE_VARIABLE`] cuts it further. So ranks that are dealt out in turn, or 3 and 5 ranks a machine, have a domain each.
+//! NCCL's own variable cuts it further. So ranks that are dealt out in turn, or 3 and 5 ranks a machine, have a domain each.
 
 use std::sync::LazyLock;
 

@@ -318,8 +318,9 @@ impl Group {
         }
         group.comm.device.synchronize();
         group.check_unused()?;
-        // In low-latency mode the ranks meet.
-        let met = if group.low_latency.is_some() && group.comm.device.sticky().is_none() {
+        // In low-latency mode the ranks meet, while they can.
+        let can_meet = group.comm.device.sticky().is_none() && !group.comm.line.is_closed();
+        let met = if group.low_latency.is_some() && can_meet {
             group.line.run(|channel| channel.exchange("ncclEpGroupDestroy", [0; 4], 0))
         } else {
             Ok(())

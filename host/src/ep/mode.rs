@@ -80,7 +80,7 @@ pub unsafe fn dispatch(
 ///
 /// # Safety
 ///
-/// As [`dispatch`].
+/// As [`dispatch()`].
 pub unsafe fn combine(
     handle: ncclEpHandle_t,
     inputs: *const ncclEpCombineInputs_t,
