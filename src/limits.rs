@@ -2,6 +2,12 @@
 //! other limits.
 #![forbid(unsafe_code)]
 
+/// Most NVLink domains of a group of NCCL EP 0.1.0, which asserts beyond; the native engine works within one.
+pub const DOMAINS: usize = 33;
+
+/// NCCL EP 0.1.0 documents no more domains, and no more ranks of each of several.
+pub const DOCUMENTED: usize = 8;
+
 /// The limits of one engine.
 #[derive(PartialEq, Eq)]
 pub struct Limits {

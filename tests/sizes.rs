@@ -39,14 +39,14 @@ fn staging(group: &Group, rows: u128) -> u128 {
 
 fn check(group: &Group, rows: u128) {
     let config = config(group);
-    let memory = GroupMemory::of(&config);
+    let memory = GroupMemory::of(&config, 1);
     let (found, wanted) = (u128::from(memory.staging), staging(group, rows));
     assert!((wanted..wanted + (4 << 20)).contains(&found), "{found} instead of {wanted}");
     let wide = |value: i32| u128::from(value.unsigned_abs());
     assert!(u128::from(memory.routing_map) >= wide(group.ranks) * wide(group.tokens) * wide(group.experts) / 8);
     // The tables of slots and weights, 4 bytes each, and less than that again for all others together.
     let slots = 2 * 4 * rows * wide(group.top_k);
-    let handle = u128::from(handle_bytes(&config, group.top_k.unsigned_abs(), 132));
+    let handle = u128::from(handle_bytes(&config, group.top_k.unsigned_abs(), 132, 1));
     let others =
         rows * wide(group.experts / group.ranks) + wide(group.tokens) * (wide(group.experts) * 4 + 16 * 8 * 1024);
     assert!((slots..slots + others).contains(&handle), "{handle} instead of {slots} and up to {others} more");

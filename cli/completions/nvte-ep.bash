@@ -28,6 +28,9 @@ _nvte__ep() {
             nvte__ep,launch)
                 cmd="nvte__ep__subcmd__launch"
                 ;;
+            nvte__ep,plan)
+                cmd="nvte__ep__subcmd__plan"
+                ;;
             nvte__ep,plot)
                 cmd="nvte__ep__subcmd__plot"
                 ;;
@@ -49,6 +52,9 @@ _nvte__ep() {
             nvte__ep__subcmd__help,launch)
                 cmd="nvte__ep__subcmd__help__subcmd__launch"
                 ;;
+            nvte__ep__subcmd__help,plan)
+                cmd="nvte__ep__subcmd__help__subcmd__plan"
+                ;;
             nvte__ep__subcmd__help,plot)
                 cmd="nvte__ep__subcmd__help__subcmd__plot"
                 ;;
@@ -65,7 +71,7 @@ _nvte__ep() {
 
     case "${cmd}" in
         nvte__ep)
-            opts="-h -V --help --version run bench warmup launch doctor plot help"
+            opts="-h -V --help --version run bench warmup launch doctor plan plot help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 1 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -199,7 +205,7 @@ _nvte__ep() {
             return 0
             ;;
         nvte__subcmd__ep__subcmd__help)
-            opts="run bench warmup launch doctor plot help"
+            opts="run bench warmup launch doctor plan plot help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -255,6 +261,20 @@ _nvte__ep() {
             return 0
             ;;
         nvte__subcmd__ep__subcmd__help__subcmd__launch)
+            opts=""
+            if [[ ${cur} == -* || ${COMP_CWORD} -eq 3 ]] ; then
+                COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+                return 0
+            fi
+            case "${prev}" in
+                *)
+                    COMPREPLY=()
+                    ;;
+            esac
+            COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+            return 0
+            ;;
+        nvte__subcmd__ep__subcmd__help__subcmd__plan)
             opts=""
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 3 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
@@ -342,6 +362,68 @@ _nvte__ep() {
                     return 0
                     ;;
                 --timeout)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                *)
+                    COMPREPLY=()
+                    ;;
+            esac
+            COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+            return 0
+            ;;
+        nvte__subcmd__ep__subcmd__plan)
+            opts="-n -h --ranks --ranks-per-domain --tokens --hidden --top-k --experts --dtype --capacity-factor --zero-copy --sms --link-gb-per-s --rail-gb-per-s --json --help"
+            if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
+                COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+                return 0
+            fi
+            case "${prev}" in
+                --ranks)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                -n)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --ranks-per-domain)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --tokens)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --hidden)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --top-k)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --experts)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --dtype)
+                    COMPREPLY=($(compgen -W "bf16 f16 f32" -- "${cur}"))
+                    return 0
+                    ;;
+                --capacity-factor)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --sms)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --link-gb-per-s)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --rail-gb-per-s)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;

@@ -31,6 +31,7 @@ complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "bench" -d 'Time eve
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "warmup" -d 'Compile NCCL EP\'s kernels for the shapes of a job into its cache, before the job needs them'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "launch" -d 'Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "doctor" -d 'Look at what this machine has for expert parallelism, and say what is missing and what to do about it'
+complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "plan" -d 'Compute what a group takes and sends on each rank, without a GPU: receive rows, device memory, bytes over NVLink and rails'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "plot" -d 'Draw what bench and run have printed with --json: time of each call, ratios to another library, bandwidth over tokens, how many rows each expert gets, and received rows with padding of each rank'
 complete -c nvte-ep -n "__fish_nvte_ep_needs_command" -f -a "help" -d 'Print this message or the help of the given subcommand(s)'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand run" -s n -l ranks -l np -l nproc-per-node -d 'Ranks to start [default: 4; under a launcher, as many as it started]' -r
@@ -122,14 +123,31 @@ cuda\t'The machine\'s own CUDA and NCCL'"
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand doctor" -l run -d 'Also run a step, of two ranks where they find room'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand doctor" -l json -d 'Print machine-readable results; docs/doctor.md has their form'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand doctor" -s h -l help -d 'Print help (see more with \'--help\')'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plan" -s n -l ranks -d 'Ranks of the group; several numbers, a line each' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plan" -l ranks-per-domain -d 'Ranks of an NVLink domain: the GPUs of a machine, or of an NVL72 rack' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plan" -l tokens -d 'Tokens of a rank' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plan" -l hidden -d 'Elements of a token' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plan" -l top-k -d 'Experts of a token' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plan" -l experts -d 'Experts over all ranks' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plan" -l dtype -d 'Data type of tokens' -r -f -a "bf16\t'bfloat16'
+f16\t'IEEE 754 binary16'
+f32\t'IEEE 754 binary32'"
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plan" -l capacity-factor -d 'Receive rows as a multiple of the mean, T * K [default: as many as any routing needs]' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plan" -l sms -d 'Multiprocessors of a device' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plan" -l link-gb-per-s -d 'What a GPU\'s NVLinks carry in one direction, in gigabytes a second: the least time of a call is told' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plan" -l rail-gb-per-s -d 'What a GPU\'s network adapter carries in one direction, in gigabytes a second' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plan" -l zero-copy -d 'A zero-copy group'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plan" -l json -d 'Print machine-readable results'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plan" -s h -l help -d 'Print help (see more with \'--help\')'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plot" -s o -l output -d 'Folder for the pictures' -r -F
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plot" -l format -d 'How they are written' -r -f -a "svg\t'Scalable vector graphics'
 png\t'Pixels'"
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand plot" -s h -l help -d 'Print help (see more with \'--help\')'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plot help" -f -a "run" -d 'Run a mixture-of-experts layer, forward and backward, and check every output against a reference'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plot help" -f -a "bench" -d 'Time every call on the device and on the host: staged against zero-copy groups, one library against another, over sweeps of shapes, with the device memory that a group takes'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plot help" -f -a "warmup" -d 'Compile NCCL EP\'s kernels for the shapes of a job into its cache, before the job needs them'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plot help" -f -a "launch" -d 'Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plot help" -f -a "doctor" -d 'Look at what this machine has for expert parallelism, and say what is missing and what to do about it'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plot help" -f -a "plot" -d 'Draw what bench and run have printed with --json: time of each call, ratios to another library, bandwidth over tokens, how many rows each expert gets, and received rows with padding of each rank'
-complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plot help" -f -a "help" -d 'Print this message or the help of the given subcommand(s)'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plan plot help" -f -a "run" -d 'Run a mixture-of-experts layer, forward and backward, and check every output against a reference'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plan plot help" -f -a "bench" -d 'Time every call on the device and on the host: staged against zero-copy groups, one library against another, over sweeps of shapes, with the device memory that a group takes'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plan plot help" -f -a "warmup" -d 'Compile NCCL EP\'s kernels for the shapes of a job into its cache, before the job needs them'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plan plot help" -f -a "launch" -d 'Start a program once a rank, without MPI: by default on the host runtime, which needs no GPU'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plan plot help" -f -a "doctor" -d 'Look at what this machine has for expert parallelism, and say what is missing and what to do about it'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plan plot help" -f -a "plan" -d 'Compute what a group takes and sends on each rank, without a GPU: receive rows, device memory, bytes over NVLink and rails'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plan plot help" -f -a "plot" -d 'Draw what bench and run have printed with --json: time of each call, ratios to another library, bandwidth over tokens, how many rows each expert gets, and received rows with padding of each rank'
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand help; and not __fish_seen_subcommand_from run bench warmup launch doctor plan plot help" -f -a "help" -d 'Print this message or the help of the given subcommand(s)'

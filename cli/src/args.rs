@@ -4,6 +4,7 @@ use crate::bench::traffic::Kind;
 use crate::bench::{Case, RowType};
 use crate::element::Dtype;
 use crate::examples;
+use crate::plan::PlanArgs;
 use crate::plot::Format;
 use crate::routing::Problem;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
@@ -39,6 +40,12 @@ pub enum Command {
     /// Exit code 0: usable; 1: not, and the report says why.
     #[command(after_help = examples::DOCTOR)]
     Doctor(DoctorArgs),
+    /// Compute what a group takes and sends on each rank, without a GPU: receive rows, device memory, bytes over NVLink and rails.
+    ///
+    /// Memory is that of NCCL EP 0.1.0 (docs/memory.md). Traffic is the mean over uniform routings: a token goes once to each
+    /// other NVLink domain that it has an expert in, and in a domain once to each rank that it has an expert on.
+    #[command(after_help = examples::PLAN)]
+    Plan(PlanArgs),
     /// Draw what bench and run have printed with --json: time of each call, ratios to another library, bandwidth over tokens,
     /// how many rows each expert gets, and received rows with padding of each rank.
     ///
@@ -421,7 +428,8 @@ pub const DEFAULT_RANKS: usize = 4;
 /// A year: longer limits are a mistake, and far beyond them sums of times overflow.
 const MOST_SECONDS: u64 = 365 * 24 * 3600;
 
-fn positive(name: &str, value: usize, limit: usize) -> Result<(), String> {
+/// What a count has to be.
+pub fn positive(name: &str, value: usize, limit: usize) -> Result<(), String> {
     if (1..=limit).contains(&value) {
         return Ok(());
     }

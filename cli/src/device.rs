@@ -206,8 +206,7 @@ impl Communicator {
     pub fn domain(&self) -> Outcome<usize> {
         // SAFETY: this value made the communicator, with this NCCL.
         let facts = unsafe { self.base.nccl.comm_facts(self.raw) }?;
-        let domains = facts.links.map_or(1, |links| links.domains.max(1) as usize);
-        Ok(facts.size as usize / domains)
+        Ok(facts.size as usize / facts.domains() as usize)
     }
 
     /// Waits until every rank is here, so that what follows is timed from the same moment.

@@ -25,6 +25,13 @@ pub const PLOT: &str = "\
 Examples:
   nvte-ep bench --tokens 128,1024,4096 --json > bench.json; nvte-ep plot bench.json
   nvte-ep plot a.json b.json -o pictures --format svg,png";
+/// Of plan.
+pub const PLAN: &str = "\
+Examples:
+  nvte-ep plan -n 8,16,32,64 --tokens 4096 --hidden 7168 --top-k 8 --experts 256
+  nvte-ep plan -n 72 --ranks-per-domain 72 --experts 288 --top-k 8
+  nvte-ep plan -n 8,64 --experts 256 --capacity-factor 2 --link-gb-per-s 450 --rail-gb-per-s 50
+  nvte-ep plan --zero-copy --json | jq '.plans[0].group_bytes'";
 /// Of run.
 pub const RUN: &str = "\
 Examples:

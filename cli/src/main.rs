@@ -7,7 +7,7 @@
 //! [`device`]: what they call. [`session`]: a rank's libraries and communicator. [`step`], [`mod@bench`]: what
 //! a rank does. [`routing`]: its inputs. [`experts`]: the experts.
 //! [`mod@reference`], [`emulate`], [`compare`]: what should come out. [`report`], [`digest`]: what is printed. [`mod@plot`]: pictures
-//! of it. [`warmup`]: kernels compiled before a job.
+//! of it. [`plan`]: what a group takes, computed. [`warmup`]: kernels compiled before a job.
 
 #![deny(clippy::print_stderr, reason = "eprintln! panics where stderr is full or closed; process::say does not")]
 
@@ -27,6 +27,7 @@ mod launch;
 mod launched;
 mod library;
 mod parallel;
+mod plan;
 mod plot;
 mod process;
 mod progress;
@@ -125,6 +126,7 @@ fn main() -> ExitCode {
             let runtime = runtime.unwrap_or_else(|error| refuse("doctor", &error));
             return finish("doctor", doctor::run(&args, runtime));
         }
+        Command::Plan(args) => return finish("plan", plan::run(&args)),
         Command::Plot(args) => return finish("plot", plot::run(&args)),
     };
     let outcome = match std::env::var(supervise::TICKET_VARIABLE) {

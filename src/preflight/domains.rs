@@ -6,12 +6,10 @@
 
 use super::{Lookup, RankLocation};
 use crate::error::{Error, Result};
+use crate::limits::{DOCUMENTED, DOMAINS};
 use nvte_ep_bindings as b;
 use std::fmt::Write;
 use std::ops::RangeInclusive;
-
-/// NCCL EP 0.1.0 documents no more domains, and no more ranks of one.
-const DOCUMENTED: usize = 8;
 
 /// Most lines of a table in a message.
 const MOST_LINES: usize = 16;
@@ -93,6 +91,12 @@ pub(crate) fn check(places: &[RankLocation], undocumented: bool) -> Result<()> {
         return Err(split(places));
     }
     network(places)?;
+    if domains > DOMAINS {
+        return Err(Error::Preflight {
+            problem: format!("the communicator has {domains} NVLink domains, and NCCL EP takes at most {DOMAINS}"),
+            remedy: "make groups of fewer machines (ncclCommSplit)".into(),
+        });
+    }
     let size = places.len() / domains;
     if undocumented || domains.max(size) <= DOCUMENTED {
         return Ok(());
@@ -366,6 +370,12 @@ mod tests {
         }
         let documented: Vec<u64> = (0..64).map(|rank| rank / 8).collect();
         check(&ranks(&documented), false).unwrap();
+        let many: Vec<u64> = (0..34).collect();
+        let text = check(&ranks(&many), true).unwrap_err().to_string();
+        assert!(
+            text.starts_with("the communicator has 34 NVLink domains, and NCCL EP takes at most 33; make"),
+            "{text}"
+        );
     }
 
     #[test]

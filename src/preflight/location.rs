@@ -77,11 +77,14 @@ pub(super) fn sharing(places: &[RankLocation], place: &RankLocation) -> u32 {
 /// # Errors
 /// More memory than is free on a rank's device: NCCL EP ends the process where its allocation fails.
 pub(crate) fn device_memory(config: &GroupConfig, places: &[RankLocation]) -> Result<()> {
-    let wanted = GroupMemory::of(config).total();
+    let domains = super::domains::count(places) as u32;
+    let wanted = GroupMemory::of(config, domains).total();
     let short = |place: &RankLocation| u64::from(sharing(places, place)).saturating_mul(wanted) > place.free;
     let Some((rank, place)) = places.iter().enumerate().find(|(_, place)| short(place)) else { return Ok(()) };
-    let [rows, scales, weights] = GroupMemory::staging_parts(config);
-    let (part, bytes) = if rows >= scales.max(weights) {
+    let [rows, scales, weights, between] = GroupMemory::staging_parts(config, domains);
+    let (part, bytes) = if between > rows.max(scales).max(weights) {
+        ("what goes to other NVLink domains", between)
+    } else if rows >= scales.max(weights) {
         ("rows on their way", rows)
     } else if scales >= weights {
         ("scales of received rows", scales)
@@ -98,6 +101,7 @@ pub(crate) fn device_memory(config: &GroupConfig, places: &[RankLocation]) -> Re
              explicit max_recv_tokens_per_rank, or lower max_tokens_per_rank or hidden_dim",
             config.internal_rows()
         ),
+        RecvCapacity::Fixed(_) if bytes == between => "lower max_tokens_per_rank or hidden_dim".into(),
         RecvCapacity::Fixed(_) if bytes == rows => {
             "lower max_tokens_per_rank or hidden_dim, or use zero_copy, which has no such rows".into()
         }
@@ -376,7 +380,7 @@ pub(super) mod tests {
         let full = |free| places.iter().map(|p| RankLocation { free, ..*p }).collect::<Vec<_>>();
         let text = device_memory(&eager, &full(78 << 30)).unwrap_err().to_string();
         // Rows 2 * 8 * 65536 * 14336; scales 4194304 * 14336; weights 2 * 4194304 * 256 * 4; map 8 * 65536 * 32; 32 MiB.
-        assert_eq!(GroupMemory::of(&eager).total(), 83_802_193_920);
+        assert_eq!(GroupMemory::of(&eager, 1).total(), 83_802_193_920);
         assert_eq!(
             text,
             format!(
@@ -400,6 +404,12 @@ pub(super) mod tests {
         };
         let text = fixed(65536, 65536);
         assert!(text.ends_with("; lower max_tokens_per_rank or hidden_dim, or use zero_copy, which has no such rows"));
+        let two: Vec<_> = full(1 << 30).into_iter().map(|place| RankLocation { domains: 2, ..place }).collect();
+        let request = GroupRequest { max_recv_tokens_per_rank: 65536, max_tokens_per_rank: 65536, ..request };
+        let config = GroupConfig::try_from(GroupRequest { zero_copy: 1, ..request }).unwrap();
+        let text = device_memory(&config, &two).unwrap_err().to_string();
+        assert!(text.contains("of them for what goes to other NVLink domains), and"), "{text}");
+        assert!(text.ends_with(" free; lower max_tokens_per_rank or hidden_dim"), "{text}");
         assert!(fixed(1 << 20, 4096).ends_with("; lower max_recv_tokens_per_rank, 1048576, or hidden_dim"));
     }
 

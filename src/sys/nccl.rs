@@ -220,6 +220,14 @@ pub struct CommFacts {
     pub links: Option<Links>,
 }
 
+impl CommFacts {
+    /// Number of NVLink domains; 1 where NCCL does not tell.
+    #[must_use]
+    pub fn domains(&self) -> u32 {
+        self.links.map_or(1, |links| links.domains.max(1))
+    }
+}
+
 /// How the ranks of a communicator reach each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Links {

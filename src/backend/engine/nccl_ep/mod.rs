@@ -32,6 +32,8 @@ pub(in crate::backend) struct Group {
     ep: &'static NcclEp,
     set_caller: Option<SetCaller>,
     config: GroupConfig,
+    /// NVLink domains of its ranks.
+    domains: u32,
     /// Dropped by [`Group::destroy`] alone, and only where CUDA may still be called.
     index_copier: ManuallyDrop<IndexCopier>,
 }
@@ -77,7 +79,7 @@ impl Group {
         index_copier: IndexCopier,
         max_num_sms: u32,
     ) -> Result<Self> {
-        let Machine { base, comm, config, .. } = machine;
+        let Machine { base, comm, config, comm_facts, .. } = machine;
         let mut raw_config = b::ncclEpGroupConfig_t::with_header();
         raw_config.version = b::NCCL_EP_API_VERSION;
         raw_config.algorithm = b::NCCL_EP_ALGO_HIGH_THROUGHPUT;
@@ -105,7 +107,7 @@ impl Group {
         checked(&base.nccl, "ncclEpCreateGroup", || unsafe { create(out, comm, raw_config) })?;
         let index_copier = ManuallyDrop::new(index_copier);
         let (ep, set_caller) = (&library.functions, library.host_set_caller);
-        Ok(Self { raw, base, ep, set_caller, config: *config, index_copier })
+        Ok(Self { raw, base, ep, set_caller, config: *config, domains: comm_facts.domains(), index_copier })
     }
 
     /// Bytes of the copied indices of as many tokens as a rank may have.
@@ -335,7 +337,7 @@ impl Group {
 
     /// What NCCL EP holds, which it does not tell.
     pub(super) fn memory(&self) -> GroupMemory {
-        GroupMemory::of(&self.config)
+        GroupMemory::of(&self.config, self.domains)
     }
 
     /// An error of queued work, with the reason that this group may have given for it.
