@@ -102,6 +102,12 @@ pub(crate) const LOG_FORMAT: Variable = Variable {
     default: "text",
     meaning: "what a line of the log looks like: text, keyvalue (key=value after key=value), or json (an object a line)",
 };
+/// `NVTX_INJECTION64_PATH`, which profilers set and NVTX reads.
+pub(crate) const NVTX_INJECTION: Variable = Variable {
+    name: "NVTX_INJECTION64_PATH",
+    default: "unset",
+    meaning: "path of a profiler's library, which is then told of every call as an NVTX range",
+};
 
 /// All of them.
 pub const VARIABLES: &[Variable] = &[
@@ -117,17 +123,19 @@ pub const VARIABLES: &[Variable] = &[
     SHUTDOWN_TIMEOUT_MS,
     LOG,
     LOG_FORMAT,
+    NVTX_INJECTION,
 ];
 
 /// The variables that name a library, a program or a folder, of all that the library reads. A program with more rights than
 /// its user (setuid, file capabilities) would load and run what the user names there, so in it they count as unset, as
 /// LD_LIBRARY_PATH does.
-const NAMES_FILES: [&str; 18] = [
+const NAMES_FILES: [&str; 19] = [
     HOST_LIB.name,
     NCCL_LIB.name,
     NCCL_HOME.name,
     NCCL_EP_LIB.name,
     NCCL_EP_HOME.name,
+    NVTX_INJECTION.name,
     "NCCL_EP_JIT_NVCC",
     "NCCL_EP_JIT_SOURCE_DIR",
     "NCCL_EP_JIT_BUILD_INCLUDE_DIR",

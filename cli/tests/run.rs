@@ -461,3 +461,40 @@ fn a_warmup_waits_for_another_one_and_not_for_ever() {
     let error = text(&output.stderr);
     assert!(error.contains("waiting for another warmup") && error.contains("for 1 s (--timeout)"), "{error}");
 }
+
+/// The profiler is tests/count_ranges.c.
+#[test]
+fn a_profiler_sees_a_range_of_every_call() {
+    let folder = tempfile::tempdir().unwrap();
+    let library = folder.path().join("count_ranges.so");
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/count_ranges.c");
+    let mut compiler = Command::new("cc");
+    compiler.args(["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", source, "-o"]);
+    let compiled = compiler.arg(&library).output().unwrap();
+    assert!(compiled.status.success(), "{}", text(&compiled.stderr));
+    let ranges = folder.path().join("ranges");
+    let mut profiled = command(&small(&[]));
+    profiled.env("NVTX_INJECTION64_PATH", &library).env("RANGES", &ranges);
+    assert_eq!(profiled.output().unwrap().status.code(), Some(0));
+    let found = std::fs::read_to_string(&ranges).unwrap();
+    let count = |line: &str| found.lines().filter(|found| *found == line).count();
+    // Of two ranks and three steps.
+    for (name, calls) in [
+        ("nvte_ep_initialize", 2),
+        ("nvte_ep_prepare", 6),
+        ("nvte_ep_dispatch", 6),
+        ("nvte_ep_combine", 6),
+        ("nvte_ep_combine_bwd", 6),
+        ("nvte_ep_dispatch_bwd", 6),
+        ("nvte_ep_shutdown", 2),
+    ] {
+        assert_eq!(count(name), calls, "{name}: {found}");
+    }
+    assert!(found.lines().all(|line| line == "end" || line.starts_with("nvte_ep_")), "{found}");
+    assert_eq!(2 * count("end"), found.lines().count());
+
+    // A library that is none is told, and changes nothing.
+    let output = command(&small(&["--verbose"])).env("NVTX_INJECTION64_PATH", "/nonexistent.so").output().unwrap();
+    let printed = text(&output.stderr) + &text(&output.stdout);
+    assert!(output.status.success() && printed.contains("NVTX_INJECTION64_PATH has no ranges"), "{printed}");
+}

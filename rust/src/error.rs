@@ -127,6 +127,7 @@ impl std::error::Error for Error {}
 /// Runs the body of the call that corresponds to the C function `function`.
 #[inline]
 pub(crate) fn call<R>(function: &'static str, body: impl FnOnce() -> std::result::Result<R, Cause>) -> Result<R> {
+    let _range = nvte_ep_core::sys::nvtx::range(function);
     body().map_err(|cause| failed(function, cause))
 }
 

@@ -49,6 +49,7 @@ pub(super) fn attempt<R>(
     body: impl FnOnce() -> Result<R>,
 ) -> std::result::Result<R, (NVTEEpStatus, String)> {
     match catch_unwind(AssertUnwindSafe(|| {
+        let _range = crate::sys::nvtx::range(name);
         let _call = tracing::trace_span!(target: "nvte_ep", "call", name).entered();
         crate::reserve::require(name)?;
         body()

@@ -10,6 +10,7 @@ mod load;
 pub(crate) mod module;
 pub mod nccl;
 pub mod nccl_ep;
+pub mod nvtx;
 pub(crate) mod thread;
 
 pub use foreign::catch_foreign;
