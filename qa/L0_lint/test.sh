@@ -13,6 +13,7 @@ check "generated PTX is current" cargo run --quiet --locked -p nvte-ep-codegen -
 check "pictures of the guide are current" packaging/pictures.py --check
 check "the guide builds, and its links hold" qa/book.sh
 check "C++ formatting" qa/clang_format.sh --check
+check "shell scripts and recipes" qa/recipes.sh
 check "licences and sources of dependencies" qa/deny.sh
 check "third-party licences are current" packaging/third_party_licenses.py --check
 finish

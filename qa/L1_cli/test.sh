@@ -27,4 +27,24 @@ example=$TARGET/example_step
 check "the example with MPI compiles" mpicxx -std=c++17 -Wall -Wextra -Werror examples/step.cc -o "$example" -Iinclude/nvte_ep -Iinclude/nvte_ep_host \
   -L"$TARGET/release" -lnvte_ep -lnvte_ep_host -Wl,-rpath,"$TARGET/release"
 check "the example with MPI runs" mpirun --oversubscribe --bind-to none -n 2 "$example"
+
+# The recipe for several machines, with one, and its program on two simulated ones.
+echo "localhost slots=2" >"$TARGET/hosts"
+check "the recipe for mpirun" env GPUS=2 NVTE_EP_HOST_DOMAINS=1 examples/cluster/mpirun.sh "$TARGET/hosts" 1 "$example"
+
+# What a cluster runs, with programs that only say how they were called.
+called=$TARGET/called; rm -rf "$called"; mkdir -p "$called"
+for program in nvte-ep nccl_ep_conformance test_ep; do
+  printf '#!/bin/sh\necho "%s $*"\n' "$program" >"$called/$program"; chmod +x "$called/$program"
+done
+gathered() {
+  qa/nodes.sh "$called" "$TARGET/nodes.tar.gz" mpirun --oversubscribe --bind-to none -n 2 || return
+  tar -xzf "$TARGET/nodes.tar.gz" -C "$called"
+  [ "$(grep -c '^test_ep' "$called/test_ep.txt")" = 2 ] && [ "$(grep -c 'exit code 0' "$called/summary.txt")" = 5 ] &&
+    [ "$(grep -c 'nvte-ep doctor' "$called/machines.txt")" = 1 ] && grep -q 'nvte-ep bench --ranks 8' "$called/bench.txt"
+}
+check "a cluster's record" gathered
+echo 'exit 3' >>"$called/test_ep"
+told() { ! qa/nodes.sh "$called" "$TARGET/nodes.tar.gz" mpirun --oversubscribe -n 2 >"$called/log" && grep 'test_ep: exit code 3' "$called/log"; }
+check "a cluster's failure" told
 finish
