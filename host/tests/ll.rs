@@ -12,6 +12,7 @@ use common::low_latency::*;
 use common::reference::{Case, noise, step, with_group};
 use common::*;
 use nvte_ep_bindings::*;
+use nvte_ep_host::channel::PIECE_BYTES;
 
 fn spread(experts: usize) -> impl Fn(usize, usize, usize) -> i64 {
     move |rank, token, k| ((rank * 5 + token * 7 + k * 3) % experts) as i64
@@ -88,8 +89,23 @@ fn quantised_on_the_way() {
 fn rank_major_rows() {
     for (ranks, tokens) in [(1, &[5][..]), (4, &[4, 0, 9, 1])] {
         let case = LlCase::new(ranks, 8, 3, tokens, |rank, token, k| ((rank + token * 3 + k) % 9) as i64 - 1);
-        check_ll(&LlCase { layout: NCCL_EP_LAYOUT_RANK_MAJOR, ..case });
+        for global_ids in [false, true] {
+            check_ll(&LlCase { layout: NCCL_EP_LAYOUT_RANK_MAJOR, global_ids, ..case.clone() });
+        }
     }
+}
+
+/// Rows of 30 KiB, so that both operations take several pieces, and the ranks different numbers of them.
+#[test]
+fn operations_in_several_pieces() {
+    let case = LlCase::new(2, 4, 1, &[138, 3], |rank, token, _| ((rank + token) % 4) as i64);
+    let case = LlCase { datatype: ncclFloat32, hidden: 7680, ..case };
+    assert!(case.tokens(0) * case.hidden * 4 > PIECE_BYTES);
+    with_ll_group(&case, |rank, group| {
+        let handle = ll_handle(rank, group, &case);
+        LlBuffers::new(rank, &case).step(rank, &case, &handle, 5, Staged::default());
+        handle.destroy();
+    });
 }
 
 /// What a child process runs under a seed.

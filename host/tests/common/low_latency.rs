@@ -20,6 +20,8 @@ pub struct LlCase {
     pub layout: ncclEpLayout_t,
     pub recipe: ncclEpDispQuant_t,
     pub round_scales: bool,
+    /// Rank-major: whether received experts are numbered over the group.
+    pub global_ids: bool,
     /// Whether rows of an expert are in the order of source rank and row.
     pub ordered: bool,
     /// Indices by rank, `top_k` to a row.
@@ -48,6 +50,7 @@ impl LlCase {
             layout: NCCL_EP_LAYOUT_EXPERT_MAJOR,
             recipe: NCCL_EP_DISP_QUANT_NONE,
             round_scales: false,
+            global_ids: false,
             ordered: true,
             topk,
         }
@@ -237,6 +240,7 @@ impl LlBuffers {
             outputs.topk_weights = self.weights_desc.ptr();
             outputs.topk_idx = self.experts_desc.ptr();
             info.src_rank_counters = self.counts_desc.ptr();
+            info.recv_topk_idx_kind = if case.global_ids { NCCL_EP_EXPERT_ID_GLOBAL } else { NCCL_EP_EXPERT_ID_AUTO };
         } else {
             info.expert_counters = self.counts_desc.ptr();
         }
@@ -347,7 +351,8 @@ impl LlBuffers {
         for k in 0..case.top_k {
             let expert = case.topk[of_rank][token * case.top_k + k];
             let is_own = (first..first + case.local() as i64).contains(&expert);
-            assert_eq!(experts[at * case.top_k + k], if is_own { (expert - first) as i32 } else { -1 });
+            let number = if case.global_ids { expert } else { expert - first };
+            assert_eq!(experts[at * case.top_k + k], if is_own { number as i32 } else { -1 });
             assert_eq!(weights[at * case.top_k + k], case.weight(seed, of_rank, token, k));
             if is_own {
                 own.push((expert as usize, f64::from(case.weight(seed, of_rank, token, k))));

@@ -91,3 +91,29 @@ impl HandleMemory {
         if sane { Ok(arrivals) } else { Err(none()) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arrivals_come_back_and_damage_is_noticed() {
+        let shape = Shape { ranks: 2, experts: 4, max_tokens: 3, max_token_bytes: 1024, top_k: 2, rank_major: false };
+        let mut bytes = vec![0u8; shape.handle_bytes()];
+        // SAFETY: only this test knows the memory, and it outlives the span.
+        let span = unsafe { Span::new(bytes.as_mut_ptr().cast(), bytes.len()) }.unwrap();
+        let memory = HandleMemory { span, shape };
+        let of = |rows| memory.arrivals(rows, "f").map_err(|fault| fault.rule);
+        assert_eq!(of(12), Err(Some(Rule::DispatchFirst)), "zeros are no dispatch");
+        let kept =
+            Arrivals { number: 7, of_rank: vec![0..2, 2..3], tokens: vec![0, 2, 1], slots: vec![0, -1, 6, 11, -1, 1] };
+        memory.keep(&kept);
+        assert_eq!(of(12), Ok(kept.clone()));
+        assert_eq!(of(11), Err(Some(Rule::DispatchFirst)), "a row behind the receive buffer");
+        memory.write_i32(4, &[4]);
+        assert_eq!(of(12), Err(Some(Rule::DispatchFirst)), "more tokens than a rank has");
+        memory.keep(&kept);
+        memory.write_i32(memory.offset_of(1), &[3]);
+        assert_eq!(of(12), Err(Some(Rule::DispatchFirst)), "a token behind a rank's last");
+    }
+}
