@@ -36,6 +36,7 @@ pub mod backend;
 pub mod config;
 pub mod diagnose {
     //! What a machine has for expert parallelism, by the rules of `nvte_ep_initialize`, each by itself.
+    pub use crate::preflight::host_id;
     pub use crate::preflight::report::{Finding, Level, report};
 }
 pub mod dtype;

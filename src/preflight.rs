@@ -110,7 +110,8 @@ pub(crate) fn communicator(comm: &CommFacts, ep_size: u32, device: i32) -> Resul
 }
 
 /// Identifies this machine's running system to the other ranks: the first half of the kernel's random number for it.
-pub(crate) fn host_id() -> u64 {
+#[must_use]
+pub fn host_id() -> u64 {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     boot_number(&text).unwrap_or(0)
 }

@@ -331,7 +331,7 @@ _nvte__ep() {
             return 0
             ;;
         nvte__subcmd__ep__subcmd__launch)
-            opts="-n -h --np --nproc-per-node --ranks --runtime --grace --timeout --help"
+            opts="-n -h --np --nproc-per-node --ranks --runtime --grace --timeout --nnodes --node-rank --rdzv --rdzv-timeout --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -362,6 +362,22 @@ _nvte__ep() {
                     return 0
                     ;;
                 --timeout)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --nnodes)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --node-rank)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --rdzv)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --rdzv-timeout)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;

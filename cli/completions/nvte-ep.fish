@@ -117,6 +117,10 @@ complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand launch" -l runtime -d 'W
 cuda\t'The machine\'s own CUDA and NCCL'"
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand launch" -l grace -d 'Seconds that the other ranks have when one has failed, or a signal has come, before they are ended' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand launch" -l timeout -d 'Seconds after which all ranks are ended' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand launch" -l nnodes -d 'Machines, with a launcher and as many ranks on each' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand launch" -l node-rank -d 'Number of this machine, from 0' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand launch" -l rdzv -d 'Where machine 0 listens, for the other launchers to find it; port 0 is a free one, which is printed' -r
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand launch" -l rdzv-timeout -d 'Seconds to wait for the launchers of the other machines' -r
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand launch" -s h -l help -d 'Print help (see more with \'--help\')'
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand doctor" -l runtime -d 'For which runtime [default: NVTE_EP_RUNTIME if set; else cuda]' -r -f -a "host\t'The host runtime, in place of the CUDA and NCCL libraries too that the program is linked to'
 cuda\t'The machine\'s own CUDA and NCCL'"

@@ -4,6 +4,7 @@ use crate::bench::traffic::Kind;
 use crate::bench::{Case, RowType};
 use crate::element::Dtype;
 use crate::examples;
+use crate::nodes::NodeArgs;
 use crate::plan::PlanArgs;
 use crate::plot::Format;
 use crate::routing::Problem;
@@ -33,6 +34,9 @@ pub enum Command {
     /// own. Its lines are printed with its rank before them; its standard input is /dev/null. Signals are passed on. When a
     /// rank fails, the others have a grace time to end by themselves; the exit code is that of the first one that failed,
     /// 128 + the signal that ended it, or 124 where the time was up. What the ranks have started ends with the run.
+    ///
+    /// With --nnodes a launcher on each machine starts its own ranks, when all have met at --rdzv; the first failure on any of
+    /// them ends all. NVTE_EP_LAUNCH_DIRECTORY is not set then. Nothing is started on other machines: Slurm, Kubernetes or you do.
     #[command(after_help = examples::LAUNCH)]
     Launch(LaunchArgs),
     /// Look at what this machine has for expert parallelism, and say what is missing and what to do about it.
@@ -143,6 +147,9 @@ pub struct LaunchArgs {
     /// Seconds after which all ranks are ended.
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=MOST_SECONDS))]
     pub timeout: Option<u64>,
+    /// Which of several machines this is.
+    #[command(flatten)]
+    pub nodes: NodeArgs,
     /// The program and its arguments.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
     pub program: Vec<OsString>,

@@ -12,7 +12,8 @@ pub const LAUNCH: &str = "\
 Examples:
   nvte-ep launch -n 2 -- ./program --its-option    two ranks on the host runtime
   nvte-ep launch -n 4 --timeout 60 -- python train.py
-  nvte-ep launch -n 8 --runtime cuda -- ./program  on this machine's GPUs";
+  nvte-ep launch -n 8 --runtime cuda -- ./program  on this machine's GPUs
+  nvte-ep launch -n 8 --runtime cuda --nnodes 2 --node-rank 0 --rdzv node0:29400 -- ./program";
 /// Of doctor.
 pub const DOCTOR: &str = "\
 Examples:

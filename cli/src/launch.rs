@@ -1,11 +1,13 @@
-//! `nvte-ep launch`: starts any program once a rank, as mpirun and torchrun do on one machine.
+//! `nvte-ep launch`: starts any program once a rank, as mpirun and torchrun do.
 
 use crate::Outcome;
 use crate::args::LaunchArgs;
 use crate::directory::PrivateDirectory;
 use crate::guard::Guard;
+use crate::nodes::{Failure, Nodes};
 use crate::process::{Echo, Ending, Rank, lost_output, next_signal, on_signals, say};
 use crate::supervise::plural_ranks;
+use nvte_ep_core::diagnose::host_id;
 use nvte_ep_core::env::RuntimeKind;
 use nvte_ep_core::sys::own_directories;
 use rustix::process::Signal;
@@ -31,6 +33,8 @@ enum Cause {
     Failure,
     Signal(Signal),
     TimeOut,
+    /// A rank of another machine failed, or its launcher.
+    Elsewhere,
 }
 
 /// Starts the ranks, watches over them and returns the exit code. `runtime`: what the ranks shall use.
@@ -38,11 +42,17 @@ pub fn run(args: &LaunchArgs, runtime: RuntimeKind) -> Outcome<ExitCode> {
     on_signals(&SIGNALS);
     let directory = PrivateDirectory::new()?;
     let mut guard = Guard::start(directory.path())?;
+    let host = (runtime == RuntimeKind::Host).then(host_id);
+    let mut nodes = args.nodes.meet(args.ranks, host)?;
     let mut ranks = Vec::new();
-    let outcome = start(args, runtime, directory.path(), &mut guard, &mut ranks).and_then(|()| watch(args, &mut ranks));
+    let outcome = start(args, runtime, directory.path(), nodes.as_ref(), &mut guard, &mut ranks)
+        .and_then(|()| watch(args, &mut ranks, nodes.as_mut()));
+    if let (Err(error), Some(nodes)) = (&outcome, &mut nodes) {
+        nodes.tell_failure(format!("the launcher of machine {} failed: {error}", args.nodes.node_rank), 1);
+    }
     ranks.iter_mut().for_each(Rank::end);
     ranks.iter().for_each(Rank::drain);
-    let code = report(&ranks, outcome?);
+    let code = report(args, &ranks, outcome?, nodes.and_then(|nodes| nodes.failed));
     Ok(match lost_output() {
         Some(error) => {
             say(format_args!("nvte-ep launch: {error}"));
@@ -56,33 +66,37 @@ fn start(
     args: &LaunchArgs,
     runtime: RuntimeKind,
     directory: &Path,
+    nodes: Option<&Nodes>,
     guard: &mut Guard,
     ranks: &mut Vec<Rank>,
 ) -> Outcome<()> {
     let port = std::net::TcpListener::bind(("127.0.0.1", 0)).and_then(|listener| listener.local_addr());
     let port = port.map_err(|error| format!("cannot find a free port for MASTER_PORT: {error}"))?.port().to_string();
     let runtime = match runtime {
-        RuntimeKind::Host => host_variables(directory, args.ranks)?,
+        RuntimeKind::Host => host_variables(directory, args)?,
         RuntimeKind::Cuda => vec![("NVTE_EP_RUNTIME", "cuda".into())],
     };
-    let size = args.ranks.to_string();
-    for rank in 0..args.ranks {
-        let number = rank.to_string();
+    let (address, port) = nodes.map_or(("127.0.0.1", port), |nodes| (nodes.address.as_str(), nodes.port.to_string()));
+    let (local_size, size) = (args.ranks.to_string(), (args.ranks * args.nodes.nnodes).to_string());
+    let (group, groups) = (args.nodes.node_rank.to_string(), args.nodes.nnodes.to_string());
+    for local in 0..args.ranks {
+        let rank = first_rank(args) + local;
+        let (number, local) = (rank.to_string(), local.to_string());
         let mut command = Command::new(&args.program[0]);
         command
             .args(&args.program[1..])
-            .envs(
-                ["RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"]
-                    .map(|name| (name, &number)),
-            )
-            .envs(
-                ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"]
-                    .map(|name| (name, &size)),
-            )
-            .envs([("GROUP_RANK", "0"), ("GROUP_WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")])
+            .envs(["RANK", "OMPI_COMM_WORLD_RANK"].map(|name| (name, &number)))
+            .envs(["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"].map(|name| (name, &local)))
+            .envs(["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"].map(|name| (name, &size)))
+            .envs(["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"].map(|name| (name, &local_size)))
+            .envs([("GROUP_RANK", &group), ("GROUP_WORLD_SIZE", &groups)])
+            .env("MASTER_ADDR", address)
             .env("MASTER_PORT", &port)
-            .env(DIRECTORY_VARIABLE, directory)
             .envs(runtime.iter().map(|(name, value)| (name, value)));
+        // The ranks of other machines do not see it.
+        if nodes.is_none() {
+            command.env(DIRECTORY_VARIABLE, directory);
+        }
         let started = Rank::start(rank, command, [Echo::Stdout, Echo::Stderr]);
         let rank = started.map_err(|error| format!("{error} ({})", args.program[0].display()))?;
         guard.watch(rank.pid());
@@ -92,8 +106,9 @@ fn start(
 }
 
 /// What makes a program use the host runtime: links to it under the names of CUDA's and NCCL's libraries, before all others.
-fn host_variables(directory: &Path, ranks: usize) -> Outcome<Vec<(&'static str, std::ffi::OsString)>> {
+fn host_variables(directory: &Path, args: &LaunchArgs) -> Outcome<Vec<(&'static str, std::ffi::OsString)>> {
     let (library, names) = host_library()?;
+    let ranks = args.ranks;
     let links = directory.join("lib");
     std::fs::create_dir(&links)?;
     for name in names.iter().map(PathBuf::as_path).chain([Path::new("libnvte_ep_host.so.1")]) {
@@ -115,6 +130,10 @@ fn host_variables(directory: &Path, ranks: usize) -> Outcome<Vec<(&'static str, 
         ("NVTE_EP_HOST_LIB", library.into_os_string()),
         ("LD_LIBRARY_PATH", path),
     ];
+    // Each launcher stands for a machine.
+    if args.nodes.nnodes > 1 && std::env::var_os("NVTE_EP_HOST_DOMAINS").is_none() {
+        variables.push(("NVTE_EP_HOST_DOMAINS", ranks.to_string().into()));
+    }
     // Programs select the device of their local rank.
     if std::env::var_os("NVTE_EP_HOST_DEVICES").is_none() {
         variables.push(("NVTE_EP_HOST_DEVICES", ranks.to_string().into()));
@@ -150,13 +169,22 @@ fn host_library() -> Outcome<(PathBuf, Vec<PathBuf>)> {
 type End = Option<(Cause, Vec<usize>)>;
 
 /// Waits for all ranks.
-fn watch(args: &LaunchArgs, ranks: &mut [Rank]) -> Outcome<End> {
+fn watch(args: &LaunchArgs, ranks: &mut [Rank], mut nodes: Option<&mut Nodes>) -> Outcome<End> {
     let begin = Instant::now();
     let limit = args.timeout.map(Duration::from_secs);
     let mut ended_by: Option<(Cause, Instant)> = None;
     let mut terminated: Option<Instant> = None;
     let mut failed = Vec::new();
-    while ranks.iter().any(|rank| rank.ended.is_none()) {
+    loop {
+        let running = ranks.iter().any(|rank| rank.ended.is_none());
+        let over = match &mut nodes {
+            None => true,
+            // After a failure nobody waits for the others.
+            Some(nodes) => ended_by.is_some() || (!running && nodes.all_done()),
+        };
+        if !running && over {
+            break;
+        }
         while let Some(signal) = next_signal() {
             ranks.iter().for_each(|rank| rank.signal(signal));
             if ![Signal::USR1, Signal::USR2].contains(&signal) {
@@ -172,6 +200,17 @@ fn watch(args: &LaunchArgs, ranks: &mut [Rank]) -> Outcome<End> {
         }
         if limit.is_some_and(|limit| begin.elapsed() > limit) {
             ended_by.get_or_insert((Cause::TimeOut, Instant::now()));
+        }
+        if let Some(nodes) = &mut nodes {
+            nodes.poll();
+            if nodes.failed.is_some() {
+                ended_by.get_or_insert((Cause::Elsewhere, Instant::now()));
+            }
+            if let Some((cause, _)) = ended_by {
+                let (text, code) =
+                    why(args, cause, failed.first().and_then(|&local| Some((local, ranks[local].ending()?))));
+                nodes.tell_failure(text, code);
+            }
         }
         if let Some((cause, when)) = ended_by {
             let grace = if cause == Cause::TimeOut { Duration::ZERO } else { Duration::from_secs(args.grace) };
@@ -189,6 +228,28 @@ fn watch(args: &LaunchArgs, ranks: &mut [Rank]) -> Outcome<End> {
     Ok(ended_by.map(|(cause, _)| (cause, failed)))
 }
 
+/// Number of this machine's first rank.
+const fn first_rank(args: &LaunchArgs) -> usize {
+    args.nodes.node_rank * args.ranks
+}
+
+/// What the other machines are told of the end of this one's ranks.
+fn why(args: &LaunchArgs, cause: Cause, failed: Option<(usize, Ending)>) -> (String, u8) {
+    let node = args.nodes.node_rank;
+    match (cause, failed) {
+        (Cause::Signal(signal), _) => {
+            let signal = signal.as_raw();
+            (format!("machine {node} was ended by signal {signal}"), Ending::Signal(signal).exit_code())
+        }
+        (Cause::Failure, Some((local, ending))) => (
+            format!("rank {} on machine {node} failed first: it {ending}", first_rank(args) + local),
+            ending.exit_code(),
+        ),
+        (Cause::TimeOut, _) => (format!("the time of machine {node} was up"), TIME_OUT),
+        (Cause::Failure, None) | (Cause::Elsewhere, _) => (format!("machine {node} ended"), 1),
+    }
+}
+
 /// Of the failed ranks, those that can be the first: the one that was seen first and those that failed together with it.
 /// Among these, a rank that a signal other than SIGABRT ended comes before all others: nobody ends like that because a
 /// peer has failed.
@@ -202,24 +263,29 @@ fn first_failures(failed: &[(usize, Ending, Instant)]) -> Vec<(usize, Ending)> {
 }
 
 /// Says what became of the ranks, if not all is well, and gives the exit code.
-fn report(ranks: &[Rank], end: End) -> u8 {
+fn report(args: &LaunchArgs, ranks: &[Rank], end: End, elsewhere: Option<Failure>) -> u8 {
     let Some((cause, failed)) = end else { return 0 };
     let failed: Vec<_> =
         failed.into_iter().filter_map(|rank| Some((rank, ranks[rank].ended?.0, ranks[rank].ended?.1))).collect();
     let first = first_failures(&failed);
+    let (begin, size) = (first_rank(args), args.ranks * args.nodes.nnodes);
     let (head, code) = match (cause, &first[..]) {
+        (Cause::Elsewhere, _) => {
+            let Failure { text, code } = elsewhere.unwrap_or(Failure { text: "another machine ended".into(), code: 1 });
+            (text, code)
+        }
         (Cause::Signal(signal), _) => {
             let signal = signal.as_raw();
             (format!("ended by signal {signal}"), Ending::Signal(signal).exit_code())
         }
         (Cause::Failure, [(rank, ending)]) => {
-            (format!("rank {rank} of {} failed first: it {ending}", ranks.len()), ending.exit_code())
+            (format!("rank {} of {size} failed first: it {ending}", begin + rank), ending.exit_code())
         }
         (Cause::Failure, [(_, ending), ..]) => {
-            let mut together: Vec<usize> = first.iter().map(|(rank, _)| *rank).collect();
+            let mut together: Vec<usize> = first.iter().map(|(rank, _)| begin + rank).collect();
             together.sort_unstable();
             let text = "failed at the same time, so their messages have to tell which is the cause";
-            (format!("{} of {} {text}", plural_ranks(&together), ranks.len()), ending.exit_code())
+            (format!("{} of {size} {text}", plural_ranks(&together)), ending.exit_code())
         }
         (Cause::TimeOut, _) | (Cause::Failure, []) => ("the time was up".to_owned(), TIME_OUT),
     };
@@ -231,8 +297,8 @@ fn report(ranks: &[Rank], end: End) -> u8 {
             continue;
         }
         match endings.iter_mut().find(|(there, _)| *there == ending) {
-            Some((_, list)) => list.push(rank),
-            None => endings.push((ending, vec![rank])),
+            Some((_, list)) => list.push(begin + rank),
+            None => endings.push((ending, vec![begin + rank])),
         }
     }
     for (ending, list) in endings {

@@ -1,7 +1,7 @@
 //! The `nvte-ep` command.
 //!
 //! `run` takes a mixture-of-experts layer through libnvte_ep.so on several ranks and checks every output; `bench` times
-//! staged against zero-copy groups; [`mod@launch`] starts any program on several ranks; [`doctor`] says what is missing here.
+//! staged against zero-copy groups; [`mod@launch`] starts any program on several ranks, [`nodes`] on several machines; [`doctor`] says what is missing here.
 //! [`args`]: the command line. [`runtime`]: CUDA or host. [`process`], [`supervise`], [`guard`]: ranks that this command
 //! starts. [`launched`]: ranks that mpirun and others start. [`rendezvous`], [`directory`]: how ranks meet. [`library`],
 //! [`device`]: what they call. [`session`]: a rank's libraries and communicator. [`step`], [`mod@bench`]: what
@@ -26,6 +26,7 @@ mod guard;
 mod launch;
 mod launched;
 mod library;
+mod nodes;
 mod parallel;
 mod plan;
 mod plot;
@@ -119,6 +120,7 @@ fn main() -> ExitCode {
         Command::Launch(args) => {
             let runtime = runtime::asked_for(args.runtime, variable.as_deref(), RuntimeKind::Host);
             let runtime = runtime.unwrap_or_else(|error| refuse("launch", &error));
+            args.nodes.check().unwrap_or_else(|error| refuse("launch", &error));
             return finish("launch", launch::run(&args, runtime));
         }
         Command::Doctor(args) => {

@@ -446,3 +446,122 @@ fn the_command_itself_runs_under_it() {
     assert!(printed.ends_with("[rank 0] all checks passed\n"), "{printed}");
     assert!(!printed.contains("[rank 1]"), "one rank prints: {printed}");
 }
+
+/// Launcher 0 of two machines with two ranks each, and where it listens: it waits for the other one now.
+fn first_machine(script: &str) -> (Child, BufReader<std::process::ChildStderr>, String) {
+    let mut command = launch(&["-n", "2", "--grace", "1", "--nnodes", "2", "--rdzv", "127.0.0.1:0", "--", "sh", "-c"]);
+    let mut child = command.arg(script).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut errors = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    errors.read_line(&mut line).unwrap();
+    let place = line.trim().strip_prefix("nvte-ep launch: waiting for 1 more machines at ").expect(&line).to_owned();
+    (child, errors, place)
+}
+
+fn second_machine(place: &str, ranks: &str, script: &str) -> Command {
+    let mut command = launch(&["-n", ranks, "--grace", "1", "--nnodes", "2", "--node-rank", "1", "--rdzv", place]);
+    command.args(["--", "sh", "-c", script]);
+    command
+}
+
+/// What both printed and how they ended, the first one's errors in place of its lines.
+fn two_machines(script: &str, ranks_of_second: &str) -> ([Output; 2], String) {
+    let (first, mut errors, place) = first_machine(script);
+    let _limit = limited(&first);
+    let second = outcome(&mut second_machine(&place, ranks_of_second, script));
+    let mut told = String::new();
+    errors.read_to_string(&mut told).unwrap();
+    ([first.wait_with_output().unwrap(), second], told)
+}
+
+#[test]
+fn ranks_of_two_machines_find_their_place() {
+    let script = "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $GROUP_RANK $GROUP_WORLD_SIZE $MASTER_ADDR \
+                  ${NVTE_EP_LAUNCH_DIRECTORY:-none} $NVTE_EP_HOST_DOMAINS; echo $MASTER_PORT >&2";
+    let ([first, second], told) = two_machines(script, "2");
+    assert!(first.status.success() && second.status.success(), "{told}{}", text(&second.stderr));
+    let lines = [sorted(&first.stdout), sorted(&second.stdout)];
+    assert_eq!(lines[0], ["[rank 0] 0 0 4 2 0 2 127.0.0.1 none 2", "[rank 1] 1 1 4 2 0 2 127.0.0.1 none 2"]);
+    assert_eq!(lines[1], ["[rank 2] 2 0 4 2 1 2 127.0.0.1 none 2", "[rank 3] 3 1 4 2 1 2 127.0.0.1 none 2"]);
+    let ports: std::collections::BTreeSet<String> = told
+        .lines()
+        .chain(text(&second.stderr).lines())
+        .map(|line| line.rsplit(' ').next().unwrap().to_owned())
+        .collect();
+    assert_eq!(ports.len(), 1, "all meet at one port: {ports:?}");
+}
+
+#[test]
+fn the_first_failure_ends_the_ranks_of_all_machines() {
+    for (failing, own, other) in [
+        ("1", "rank 1 of 4 failed first: it ended with exit code 7", "rank 1 on machine 0 failed first: it ended with"),
+        ("2", "rank 2 of 4 failed first: it ended with exit code 7", "rank 2 on machine 1 failed first: it ended with"),
+    ] {
+        let script = format!("test $RANK != {failing} || exit 7; exec sleep 600");
+        let ([first, second], told) = two_machines(&script, "2");
+        assert_eq!([first.status.code(), second.status.code()], [Some(7); 2]);
+        let texts = [told, text(&second.stderr)];
+        let (here, there) = if failing == "1" { (&texts[0], &texts[1]) } else { (&texts[1], &texts[0]) };
+        assert!(here.contains(own) && there.contains(other), "{here}\n{there}");
+    }
+}
+
+#[test]
+fn machines_that_differ_do_not_start() {
+    let ([first, second], told) = two_machines("echo started", "3");
+    assert_eq!([first.status.code(), second.status.code()], [Some(1); 2]);
+    for errors in [told, text(&second.stderr)] {
+        assert!(errors.contains("machine 1 has --ranks 3, and machine 0 has 2"), "{errors}");
+    }
+    assert!(first.stdout.is_empty() && second.stdout.is_empty());
+}
+
+#[test]
+fn a_launcher_that_is_killed_is_a_failure() {
+    let (first, mut errors, place) = first_machine("exec sleep 600");
+    let _limit = limited(&first);
+    let mut second = second_machine(&place, "2", "echo here; exec sleep 600");
+    let mut second = second.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let _limit = limited(&second);
+    let mut line = String::new();
+    BufReader::new(second.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.ends_with("] here\n"), "{line}");
+    second.kill().unwrap();
+    second.wait().unwrap();
+    let mut told = String::new();
+    errors.read_to_string(&mut told).unwrap();
+    assert_eq!(first.wait_with_output().unwrap().status.code(), Some(1));
+    assert!(told.contains("the launcher of machine 1 is gone"), "{told}");
+}
+
+#[test]
+fn numbers_of_machines_that_cannot_be_are_refused() {
+    for (arguments, message) in [
+        (&["--nnodes", "2"][..], "--rdzv <HOST:PORT>"),
+        (&["--nnodes", "2", "--rdzv", "a:1", "--node-rank", "2"], "--node-rank must be below --nnodes, 2, got 2"),
+        (&["--nnodes", "2", "--rdzv", "a"], "--rdzv must be HOST:PORT"),
+        (&["--nnodes", "0", "--rdzv", "a:1"], "--nnodes must be 1 to 1024, got 0"),
+    ] {
+        let output = outcome(launch(arguments).args(["--", "true"]));
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+        assert!(text(&output.stderr).contains(message), "{}", text(&output.stderr));
+    }
+    let alone = outcome(&mut launch(&[
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--rdzv",
+        "127.0.0.1:1",
+        "--rdzv-timeout",
+        "1",
+        "--",
+        "true",
+    ]));
+    assert_eq!(alone.status.code(), Some(1));
+    let errors = text(&alone.stderr);
+    assert!(
+        errors.contains("waited 1 s (--rdzv-timeout) for the launcher of machine 0 (Connection refused"),
+        "{errors}"
+    );
+}
