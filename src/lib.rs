@@ -10,20 +10,20 @@
 //! | [`env`](mod@env) | every environment variable; add one here |
 //! | [`config`] | validated configuration of groups and layers; add a rule about a group or a layer here |
 //! | [`limits`] | what each engine takes of configurations and tensors |
-//! | [`options`] | what a group can be told beyond its configuration |
+//! | [`options`] | the options of a group, in addition to its configuration; add one here |
 //! | [`dtype`], [`tensor`] | data types; a tensor's type, shape and place |
 //! | [`ops`] | the per-step operations: arguments by name and their checks; add a rule about an argument in `ops::rules` |
 //! | [`backend`] | the EP group of each device: initialize, shutdown, the operations, and the engine that moves the rows; add an engine in `backend::engine` |
-//! | [`memory`] | what a group's device memory amounts to |
+//! | [`memory`] | how much device memory a group takes |
 //! | `symm_pool` | which bytes of which segment of symmetric memory are taken |
-//! | `progress` | how far each rank has come, for who waits too long |
-//! | `preflight` | what would make the libraries below abort or hang, looked at first |
+//! | `progress` | which calls each rank has made, for a rank that waits too long |
+//! | `preflight` | checks, before a group is made, for what would make the libraries below abort or hang |
 //! | [`diagnose`] | the same rules one by one, for `nvte-ep doctor` |
-//! | [`reserve`] | memory for when malloc has none |
+//! | [`reserve`] | the reserve of memory, for when malloc fails |
 //! | [`sys`] | the loaded libraries |
 //! | [`ffi`] | what the C surfaces share: types, tensors, the error boundary |
 //! | `log` | what is written to stderr |
-//! | `wait` | waits that end: a deadline, and whether a wait is futile |
+//! | `wait` | waits with a deadline, which also end when they are futile |
 //! | `atomic` | atomics as the models of `qa/models` see them |
 //!
 //! `docs/architecture.md` shows the way of a call, and has the steps of each addition.

@@ -1,5 +1,5 @@
 //! How far each rank of a group has come: the calls that it made, seen by all ranks of one machine through shared memory.
-//! It costs a call two stores, and nobody waits for anybody; who waits too long for a call on the device, or at a
+//! It costs a call two stores, and no rank waits for another. A rank that waits too long for a call on the device, or at a
 //! rendezvous, reads here which rank is missing. Ranks on other machines cannot be seen.
 
 mod note;

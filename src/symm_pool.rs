@@ -1,5 +1,5 @@
-//! Symmetric memory by numbers: which bytes of which registered segment are taken, and what lies where. Every rank makes
-//! the same calls in the same order and so comes to the same offsets; [`SymmPool::history`] tells whether it did.
+//! Which bytes of which registered segment of symmetric memory are taken. Every rank makes
+//! the same calls in the same order and so gets the same offsets; [`SymmPool::history`] shows whether it did.
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};

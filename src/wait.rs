@@ -1,4 +1,4 @@
-//! Waits that end: each has a limit, or ends when it is known that what it waits for cannot come.
+//! Waits that end: each has a deadline, or ends when the library knows that it is futile.
 
 use crate::error::{Error, Result};
 use crate::sys::cuda::{Cuda, Stream};

@@ -224,9 +224,9 @@ class Group {
   Group& operator=(Group&&) = delete;
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
-  /** As shutdown(), of which errors are lost here: call that to have them. So an exception that leaves the group's scope on one
-      rank waits here for the others, who make other calls or none, and is seen by the program afterwards: at once if another
-      call of theirs is seen, else within NVTE_EP_SHUTDOWN_TIMEOUT_MS. Meanwhile stderr says what was refused. */
+  /** Calls shutdown() and ignores its errors; call shutdown() yourself to see them. If an exception leaves the group's scope on
+      one rank, this waits for the other ranks: until one of them makes another call, or NVTE_EP_SHUTDOWN_TIMEOUT_MS at most.
+      Meanwhile a message on stderr says what was refused. */
   ~Group() {
     try {
       shutdown();

@@ -24,22 +24,22 @@ typedef struct NVTEEpExtRecvTotals {
    */
   uint64_t needed;
   /**
-   * Rows of the receive buffers that they take up. In a staged group that drops, some of these may be zeroes, in the
+   * Rows of the receive buffers that are in use. In a staged group that drops, some of these may be zeroes, in the
    * place of rows that are dropped by their token (docs/options.md).
    */
   uint64_t received;
   /**
-   * Rows that have no place, needed - received; 0 unless the group drops.
+   * Rows that are dropped, needed - received; 0 unless the group drops.
    */
   uint64_t dropped;
   /**
-   * Indices of this rank's topk_idx that are num_experts or more: they name no expert, and routed nowhere.
+   * Indices of this rank's topk_idx that are num_experts or more: they name no expert, and route nowhere.
    */
   uint64_t not_experts;
 } NVTEEpExtRecvTotals;
 
 /**
- * Device memory of this rank that a group takes, in bytes unless said otherwise. docs/memory.md has the formulas.
+ * Device memory that a group takes on this rank, in bytes if not stated otherwise. docs/memory.md has the formulas.
  */
 typedef struct NVTEEpExtMemoryUsage {
   /**
@@ -47,15 +47,15 @@ typedef struct NVTEEpExtMemoryUsage {
    */
   size_t struct_size;
   /**
-   * The engine's buffers for rows, weights and scales on their way; of NCCL EP computed from the configuration.
+   * The engine's buffers for rows, weights and scales; for NCCL EP computed from the configuration.
    */
   uint64_t staging;
   /**
-   * The engine's memory for the exchange of who sends to whom; of NCCL EP computed.
+   * The engine's memory for the exchange of the routing; for NCCL EP computed.
    */
   uint64_t routing_map;
   /**
-   * Scratch of the engine's kernels; of NCCL EP computed.
+   * Scratch memory of the engine's kernels; for NCCL EP computed.
    */
   uint64_t workspace;
   /**
@@ -159,11 +159,11 @@ typedef struct NVTEEpExtStats {
    */
   uint64_t handles_opened;
   /**
-   * Those of them that were given up: for room, or for another layer in their memory. They are opened anew when a call needs them.
+   * Handles that were closed, because the table was full or another layer uses their memory. A call that needs one opens it again.
    */
   uint64_t handles_closed;
   /**
-   * Rows that had no place, of the steps of which nvte_ep_ext_recv_totals told.
+   * Rows that were dropped, in the steps that nvte_ep_ext_recv_totals was asked about.
    */
   uint64_t dropped_rows;
   /**
@@ -226,7 +226,7 @@ void nvte_ep_ext_options_set(NVTEEpExtOptions *options,
                              const char *value);
 
 /**
- * Reads one option back, as it was set; "default" where it was not.
+ * Returns one option as it was set, or "default" if it was not set.
  *
  * value: receives the NUL-terminated text; an array of value_bytes bytes (32 hold every value).
  * Throws for an unknown key, for options that were destroyed, and for an array that is too short.
@@ -261,10 +261,10 @@ void nvte_ep_ext_initialize(void *ep_comm,
                             const NVTEEpExtOptions *options);
 
 /**
- * Tells what the last nvte_ep_prepare over handle_mem found. Waits for all that is queued on stream.
+ * Returns the totals of the last nvte_ep_prepare over handle_mem. Waits for all work that is queued on stream.
  *
  * In eager mode this is the step's one wait for the device: the receive buffers need at least `needed` rows, and none for
- * 0. In groups that drop it tells how many rows of the step miss.
+ * 0. In groups that drop it returns how many rows of the step are missing.
  *
  * handle_mem: the layer's handle memory; in the register_layer ABI, handle.mem.
  * totals: receives the numbers; struct_size is set before.
@@ -301,7 +301,7 @@ void nvte_ep_ext_memory_usage(struct NVTEEpExtMemoryUsage *usage);
 void nvte_ep_ext_stats(struct NVTEEpExtStats *stats);
 
 /**
- * Hands out symmetric memory of the current device's group, for payloads of zero-copy calls: the same offset of the same
+ * Allocates symmetric memory of the current device's group, for payloads of zero-copy calls: the same offset of the same
  * window on every rank. Collective: every rank asks for the same bytes, and makes its calls of nvte_ep_ext_symm_alloc,
  * nvte_ep_ext_symm_free and nvte_ep_ext_window_* in the same order. Waits for the queued work of all ranks.
  *
@@ -323,17 +323,17 @@ void nvte_ep_ext_symm_alloc(size_t bytes,
                             uint64_t *offset);
 
 /**
- * Gives memory of nvte_ep_ext_symm_alloc back; host only. Every rank does so at the same point of the order that
- * nvte_ep_ext_symm_alloc asks for. Work that is queued may still use the memory: it is handed out again no earlier than by
- * a later nvte_ep_ext_symm_alloc, which waits for that work. NULL is allowed.
+ * Frees memory of nvte_ep_ext_symm_alloc; host only. Every rank does so at the same point of the order that
+ * nvte_ep_ext_symm_alloc requires. Queued work may still use the memory: only a later nvte_ep_ext_symm_alloc, which waits
+ * for that work, allocates it again. NULL is allowed.
  *
- * Throws for an address that was not handed out or was given back already, and without a group (nvte_ep_shutdown has freed
+ * Throws for an address that was not allocated or was freed already, and without a group (nvte_ep_shutdown has freed
  * all of it).
  */
 void nvte_ep_ext_symm_free(void *ptr);
 
 /**
- * Tells where an address is in symmetric memory of the current device's group; host only.
+ * Finds the window and offset of an address in symmetric memory of the current device's group; host only.
  *
  * ptr: in memory of nvte_ep_ext_symm_alloc or nvte_ep_ext_window_register, at its start or further in.
  * window, offset: receive the place, for an NVTECommWindow; each may be NULL.

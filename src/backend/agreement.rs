@@ -1,6 +1,6 @@
-//! Do all ranks want the same group, and can all of them make it? One small all-gather answers before the collective
-//! group creation, where a rank that differs or stays away would hang or corrupt the others (NCCL EP compares only the
-//! receive capacity). Also the ranks' rendezvous point at shutdown.
+//! Whether all ranks want the same group, and can all make it. One small all-gather finds out before the collective
+//! group creation, in which a rank that differs or is missing would hang or corrupt the others (NCCL EP compares only the
+//! receive capacity). This is also the ranks' rendezvous at shutdown.
 
 use super::communicator::Communicator;
 use super::watchdog::Watched;

@@ -1,25 +1,25 @@
-//! The calls in flight, shared by who makes them and the thread that watches them. No lock: a word in each place says what
-//! it holds. The caller, which is one thread at a time, takes places and fills them by plain stores; the thread frees a
-//! place only if it still holds what it was looked at for, and believes only what it saw of such a place.
+//! The ring of calls in flight, shared without a lock by the thread that makes the calls and the watchdog. A word in each slot
+//! says which call it holds. The caller, one thread at a time, takes free slots and fills them by plain stores. The watchdog
+//! frees a slot only if the slot still holds the call that it looked at, and uses what it read only in that case.
 #![forbid(unsafe_code)]
 
 use crate::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use crate::progress::Step;
 
-/// A place for a call, with what tells when the call begins and ends on the device.
+/// A slot for a call, with the events at the call's beginning and end on the device.
 #[derive(Debug)]
 pub(super) struct RingSlot<E> {
     pub(super) events: E,
-    /// [`Call::word`]; 0 = the place is free, or the caller's.
+    /// [`Call::word`]; 0 = the slot is free, or the caller is filling it.
     word: AtomicU64,
     /// The call's step, packed.
     step: AtomicU32,
 }
 
-/// A call that a place held when it was looked at.
+/// The call that a slot held when the watchdog looked at it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Call {
-    /// Twice its number, which is above 0, and 1 more for a call behind others that no place holds.
+    /// Twice its number, which is above 0; plus 1 if calls in front of it have no slot.
     word: u64,
     pub(super) step: Step,
 }

@@ -3,10 +3,10 @@
 //! | module | holds |
 //! |---|---|
 //! | `registry` | which device has which group |
-//! | `create`, `teardown` | the life of a group, all ranks together; `agreement` is where they meet |
+//! | `create`, `teardown` | the beginning and end of a group, by all ranks together; `agreement` is their rendezvous |
 //! | `group` | the operations; `layers`, `prepared` and `placement` are their steps |
 //! | `routing` | what handle memory holds |
-//! | `engine` | what moves the rows: NCCL EP |
+//! | `engine` | the engines, which move the rows: NCCL EP, native |
 //! | `symm`, `residency` | symmetric memory; where the memory of tensors is |
 //! | `watchdog`, `in_flight`, `fork` | calls that do not end, and processes that may not call |
 

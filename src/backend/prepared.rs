@@ -1,4 +1,4 @@
-//! What a call's handle memory holds: what the host knows of it, or else what the memory says of itself.
+//! The routing in a call's handle memory: from the host's note, or else from the routing header in the memory.
 
 use super::live::{Group, HandleRef, Layer, RecvTotals};
 use super::routing::handles::elsewhere;

@@ -1,6 +1,6 @@
 //! Where the memory of tensors is: NCCL EP's kernels fault, or abort the process, on memory that the device cannot reach or
-//! that ends too early. The driver is asked once for each allocation; later calls find it here. Memory that was freed
-//! since is not noticed unless something else lies there now, which costs a question.
+//! that ends too early. The driver is asked once for each allocation; later calls find the answer here. Freed memory
+//! is noticed only if another allocation is at its address now; then the driver is asked again.
 
 use crate::error::{Error, Result};
 use crate::sys::cuda::{Cuda, MemoryKind};

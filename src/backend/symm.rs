@@ -1,5 +1,5 @@
 //! Symmetric memory for callers: segments of NCCL's memory, registered on the group's communicator with all ranks, and
-//! callers' own memory that they register. `symm_pool` keeps the books; here is what they are about.
+//! callers' own memory that they register. `symm_pool` records what is taken; the memory itself is here.
 
 use super::agreement::{self, Kind, RankInfo, Rendezvous};
 use super::communicator::Communicator;

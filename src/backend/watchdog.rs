@@ -1,7 +1,7 @@
 //! Watches the calls of a group that the device has begun and not ended. NCCL EP's kernels wait for the other ranks without
-//! a limit: where one is missing, the caller sees a synchronization that does not return, and no more. So two events stand
-//! around what each call queues, and a thread looks at them: a call that takes long is reported with the rank that is
-//! missing, one that cannot end, or takes longer than the limit, ends the group; if nobody takes notice, the process.
+//! a limit: if one is missing, the caller's synchronization does not return. So the library records an event before and after
+//! the work of each call, and a thread looks at the events. It reports a call that takes long, with the missing rank. A call
+//! that cannot end, or takes longer than the limit, ends the group; if the program then makes no call, the process.
 //!
 //! Calls that are captured are not watched: graphs are replayed without the library.
 

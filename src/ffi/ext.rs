@@ -23,26 +23,26 @@ pub struct NVTEEpExtRecvTotals {
     pub struct_size: usize,
     /// Rows that arrive, before any are dropped.
     pub needed: u64,
-    /// Rows of the receive buffers that they take up. In a staged group that drops, some of these may be zeroes, in the
+    /// Rows of the receive buffers that are in use. In a staged group that drops, some of these may be zeroes, in the
     /// place of rows that are dropped by their token (docs/options.md).
     pub received: u64,
-    /// Rows that have no place, needed - received; 0 unless the group drops.
+    /// Rows that are dropped, needed - received; 0 unless the group drops.
     pub dropped: u64,
-    /// Indices of this rank's topk_idx that are num_experts or more: they name no expert, and routed nowhere.
+    /// Indices of this rank's topk_idx that are num_experts or more: they name no expert, and route nowhere.
     pub not_experts: u64,
 }
 
-/// Device memory of this rank that a group takes, in bytes unless said otherwise. docs/memory.md has the formulas.
+/// Device memory that a group takes on this rank, in bytes if not stated otherwise. docs/memory.md has the formulas.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NVTEEpExtMemoryUsage {
     /// Size of this structure as its user knows it; set it before the call.
     pub struct_size: usize,
-    /// The engine's buffers for rows, weights and scales on their way; of NCCL EP computed from the configuration.
+    /// The engine's buffers for rows, weights and scales; for NCCL EP computed from the configuration.
     pub staging: u64,
-    /// The engine's memory for the exchange of who sends to whom; of NCCL EP computed.
+    /// The engine's memory for the exchange of the routing; for NCCL EP computed.
     pub routing_map: u64,
-    /// Scratch of the engine's kernels; of NCCL EP computed.
+    /// Scratch memory of the engine's kernels; for NCCL EP computed.
     pub workspace: u64,
     /// The library's own scratch.
     pub library: u64,
@@ -98,9 +98,9 @@ pub struct NVTEEpExtStats {
     pub dispatch_bwd_bytes: u64,
     /// Handles that were opened over handle memory.
     pub handles_opened: u64,
-    /// Those of them that were given up: for room, or for another layer in their memory. They are opened anew when a call needs them.
+    /// Handles that were closed, because the table was full or another layer uses their memory. A call that needs one opens it again.
     pub handles_closed: u64,
-    /// Rows that had no place, of the steps of which nvte_ep_ext_recv_totals told.
+    /// Rows that were dropped, in the steps that nvte_ep_ext_recv_totals was asked about.
     pub dropped_rows: u64,
     /// Indices that were num_experts or more, of the steps that have run so far.
     pub not_experts: u64,

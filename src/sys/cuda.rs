@@ -1,5 +1,5 @@
-//! The CUDA driver. The driver interface rather than the runtime: it is the one library that every process with a GPU
-//! has, whatever CUDA runtime its program brings, linked statically or not; streams and devices are the same objects.
+//! The CUDA driver. The library uses the driver and not the CUDA runtime: every process with a GPU has the driver, with any
+//! CUDA runtime, linked statically or not; streams and devices are the same objects in both.
 
 use super::fn_table;
 use crate::error::{Error, Result};

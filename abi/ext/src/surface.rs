@@ -61,7 +61,7 @@ pub(crate) unsafe fn nvte_ep_ext_options_set(
     ext::options_set(options, &key, &value)
 }
 
-/// Reads one option back, as it was set; "default" where it was not.
+/// Returns one option as it was set, or "default" if it was not set.
 ///
 /// value: receives the NUL-terminated text; an array of value_bytes bytes (32 hold every value).
 /// Throws for an unknown key, for options that were destroyed, and for an array that is too short.
@@ -110,10 +110,10 @@ pub(crate) unsafe fn nvte_ep_ext_initialize(
     unsafe { core::initialize(comm, request, &options) }
 }
 
-/// Tells what the last nvte_ep_prepare over handle_mem found. Waits for all that is queued on stream.
+/// Returns the totals of the last nvte_ep_prepare over handle_mem. Waits for all work that is queued on stream.
 ///
 /// In eager mode this is the step's one wait for the device: the receive buffers need at least `needed` rows, and none for
-/// 0. In groups that drop it tells how many rows of the step miss.
+/// 0. In groups that drop it returns how many rows of the step are missing.
 ///
 /// handle_mem: the layer's handle memory; in the register_layer ABI, handle.mem.
 /// totals: receives the numbers; struct_size is set before.
@@ -161,7 +161,7 @@ pub(crate) unsafe fn nvte_ep_ext_stats(stats: *mut NVTEEpExtStats) -> Result<()>
     unsafe { write_versioned("stats", stats, found.into()) }
 }
 
-/// Hands out symmetric memory of the current device's group, for payloads of zero-copy calls: the same offset of the same
+/// Allocates symmetric memory of the current device's group, for payloads of zero-copy calls: the same offset of the same
 /// window on every rank. Collective: every rank asks for the same bytes, and makes its calls of nvte_ep_ext_symm_alloc,
 /// nvte_ep_ext_symm_free and nvte_ep_ext_window_* in the same order. Waits for the queued work of all ranks.
 ///
@@ -194,18 +194,18 @@ pub(crate) unsafe fn nvte_ep_ext_symm_alloc(
     Ok(())
 }
 
-/// Gives memory of nvte_ep_ext_symm_alloc back; host only. Every rank does so at the same point of the order that
-/// nvte_ep_ext_symm_alloc asks for. Work that is queued may still use the memory: it is handed out again no earlier than by
-/// a later nvte_ep_ext_symm_alloc, which waits for that work. NULL is allowed.
+/// Frees memory of nvte_ep_ext_symm_alloc; host only. Every rank does so at the same point of the order that
+/// nvte_ep_ext_symm_alloc requires. Queued work may still use the memory: only a later nvte_ep_ext_symm_alloc, which waits
+/// for that work, allocates it again. NULL is allowed.
 ///
-/// Throws for an address that was not handed out or was given back already, and without a group (nvte_ep_shutdown has freed
+/// Throws for an address that was not allocated or was freed already, and without a group (nvte_ep_shutdown has freed
 /// all of it).
 pub(crate) fn nvte_ep_ext_symm_free(ptr: *mut c_void) -> Result<()> {
     let group = core::current_group()?;
     if ptr.is_null() { Ok(()) } else { group.symm_free(ptr.addr() as u64) }
 }
 
-/// Tells where an address is in symmetric memory of the current device's group; host only.
+/// Finds the window and offset of an address in symmetric memory of the current device's group; host only.
 ///
 /// ptr: in memory of nvte_ep_ext_symm_alloc or nvte_ep_ext_window_register, at its start or further in.
 /// window, offset: receive the place, for an NVTECommWindow; each may be NULL.

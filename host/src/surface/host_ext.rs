@@ -129,8 +129,8 @@ pub unsafe extern "C" fn nvte_ep_host_machine(rank: c_int, ranks: c_int) -> c_in
     domains::machine(rank, ranks).map_or(-1, |machine| machine as c_int)
 }
 
-/// How often a rule of the contract was broken in this process, by the rule's name in reports; with null how often any was,
-/// and for a name that no rule has `UINT64_MAX`.
+/// How often a rule of the contract was broken in this process. `rule` is the rule's name in reports; null counts all rules. If no
+/// rule has the name, the result is `UINT64_MAX`.
 ///
 /// # Safety
 ///
@@ -162,9 +162,9 @@ pub unsafe extern "C" fn nvte_ep_host_check_last() -> *const c_char {
     stored.and_then(|_| TEXT.try_with(|text| text.borrow().as_ptr())).unwrap_or(c"".as_ptr())
 }
 
-/// Says whether the devices of this process reach pageable memory, as those of machines do whose kernel shares its page tables with
-/// GPUs: 1, or 0, as it is at the start. With 1, tensors may lie anywhere, as a framework's tensors on the CPU do; what else the
-/// contract checker looks for stays. Call it before the first group.
+/// Says whether the devices of this process can use pageable memory: 1, as on machines whose kernel shares its page tables with GPUs, or
+/// 0, the default. With 1, tensors may be in any memory, such as a framework's tensors on the CPU; all other rules of the
+/// contract checker stay. Call it before the first group.
 ///
 /// # Safety
 ///
@@ -174,9 +174,9 @@ pub unsafe extern "C" fn nvte_ep_host_set_pageable_memory(on: c_int) {
     settings::set_pageable_memory(on != 0);
 }
 
-/// Says for whom the calling thread calls NCCL EP: reports of the contract checker name that function and its arguments,
-/// those of work that is queued meanwhile too. `names` is `FUNCTION NAME=OWN NAME=OWN ...`, with NCCL EP's name and the
-/// caller's of each argument; null ends it. A function whose name ends in `_bwd` computes gradients.
+/// Says which function the calling thread calls NCCL EP for. Reports of the contract checker then name that function and its
+/// arguments, also for work that is queued in this time. `names` is `FUNCTION NAME=OWN NAME=OWN ...`: for each argument NCCL EP's
+/// name and the caller's; null ends it. A function whose name ends in `_bwd` computes gradients.
 ///
 /// # Safety
 ///

@@ -97,10 +97,10 @@ extern "C" {
  * Creates the EP group of the calling thread's current device. Collective over ep_comm; every rank passes the same
  * group_config.
  *
- * ep_comm: an ncclComm_t of exactly group_config.ep_size ranks, on the current device. It is borrowed and outlives
+ * ep_comm: an ncclComm_t of exactly group_config.ep_size ranks, on the current device. The caller keeps it, and ends it after
  * nvte_ep_shutdown.
  * Throws when the device has a group already, for a bad configuration or communicator, when the machine lacks something
- * that is needed (the text says what and how to provide it), and when ranks disagree (then on every rank).
+ * that is needed (the text says what, and how to provide it), and on every rank when ranks disagree.
  *
  * The caller must ensure:
  * ep_comm is NULL, which throws, or a live communicator.
@@ -110,9 +110,9 @@ void nvte_ep_initialize(void *ep_comm,
 
 /**
  * Ends the EP groups of this process: waits for queued work and for the other ranks, then frees what the library holds.
- * The communicator stays the caller's. Without a group it does nothing.
+ * The caller keeps the communicator. Without a group it does nothing.
  *
- * The communicator has to live until this returns. Apart from that, a program may end in any order: it may call this twice, at exit,
+ * The communicator has to exist until this returns. Apart from that, a program may end in any order: it may call this twice, at exit,
  * in a destructor, after an exception, or never, and may call nvte_ep_initialize again afterwards. Tensors, streams and handle
  * memory may be freed before or after it.
  * Throws when queued work or another rank does not finish within NVTE_EP_SHUTDOWN_TIMEOUT_MS; the group has ended in that case
@@ -136,7 +136,7 @@ uint64_t nvte_ep_register_layer(struct NVTEEpLayerConfig layer_config,
 
 /**
  * Ends the registration of a layer on the current device's group before nvte_ep_shutdown does; host only. An addition of nvte-ep.
- * Queued work and captured graphs over the layer's handle memory go on; that memory may be given to another layer.
+ * Queued work and captured graphs that use the layer's handle memory continue; another layer may use that memory.
  *
  * id: from nvte_ep_register_layer. It is unknown afterwards, and no layer gets it again.
  * Throws without a group, and for an unknown id.
@@ -147,21 +147,21 @@ void nvte_ep_ext_unregister_layer(uint64_t id);
  * Exchanges the routing of one step among the ranks and keeps it in handle.mem. Collective, queued on stream.
  *
  * topk_idx: [T, K] int64 or int32, the experts of each token. An index that is negative, or no expert, routes
- * nowhere; an expert that a token names again counts once, with the weight of the first mention, and the later mentions
- * have no gradient. Read until the queued work is done, and not written.
+ * nowhere. If a token names an expert twice, the first mention and its weight count, and later mentions have no gradient.
+ * The queued work reads it, and nothing writes it.
  * token_counts: [num_experts / ep_size] int32 or int64; receives the rows of each local expert's slab: the tokens routed to
  * it, padded to the alignment (no rows where there are no tokens).
  * dispatch_output_per_expert_alignment: the registered value.
  * Throws, before anything is queued, for an unknown id, handle memory that does not fit, shapes or dtypes other than these,
  * and tensors that share memory.
  *
- * What this and the functions below write must not share memory with anything else that they read or write, handle memory
- * included: no call works in place. These may share memory: tensors that are only read, with each other; topk_idx of
- * nvte_ep_dispatch, which is not read; rows from C on, which are neither read nor written.
+ * In this function and those below, a tensor that is written must not share memory with any other tensor of the call, or with
+ * handle memory: no call works in place. Exceptions are tensors that are only read, among each other; topk_idx of
+ * nvte_ep_dispatch, which is not read; and rows from C on, which are neither read nor written.
  *
  * The caller must ensure:
- * The tensors are device memory of their extent, live until the queued work is done. The calls of a group come in one
- * order on every rank and on one stream, or on streams ordered by events. This holds for all functions below.
+ * The tensors are device memory of their whole size, which exists until the queued work is done. Every rank makes the calls of a
+ * group in the same order, on one stream or on streams that events order. This also applies to all functions below.
  */
 void nvte_ep_prepare(struct NVTEEpHandle handle,
                      NVTETensor topk_idx,
@@ -172,14 +172,14 @@ void nvte_ep_prepare(struct NVTEEpHandle handle,
 /**
  * Sends each token's row, and its weights, to the ranks of its experts. Collective, queued on stream.
  *
- * recv_tokens then holds the local experts' slabs one after the other; in a slab, rows come by source rank and then by
- * source row, and the padding is zero. Rows beyond the last slab keep what they held.
+ * recv_tokens then holds the local experts' slabs one after the other. In a slab, rows are in the order of source rank and then
+ * source row, and the padding is zero. Rows behind the last slab keep their values.
  *
  * topk_idx: [T, K] as given to nvte_ep_prepare; its contents are not read again. May be null without weights.
  * tokens: [T, H] bfloat16, float16 or float32; or MXFP8, with its row-wise inverse scales [T, H / 32] float8_e8m0 and H a
  * multiple of 512.
  * topk_weights: [T, K] float32, or null to move rows only.
- * recv_tokens: [C, H], dtype and scaling of tokens. In a zero-copy group its window is required, and its scales lie in memory of
+ * recv_tokens: [C, H], dtype and scaling of tokens. In a zero-copy group its window is required, and its scales are in memory of
  * nvte_ep_ext_symm_alloc or nvte_ep_ext_window_register.
  * recv_topk_weights: [C] float32, null if topk_weights is; receives each row's weight, 0 in the padding.
  * ..._win: the tensor's place in symmetric memory, or {NULL, 0}. With a window, the tensor's data pointer is NULL or the same
@@ -202,8 +202,8 @@ void nvte_ep_dispatch(struct NVTEEpHandle handle,
                       cudaStream_t stream);
 
 /**
- * Sums each token's rows of expert_out back on its own rank; unweighted, so the caller multiplies by recv_topk_weights
- * before. Collective, queued on stream.
+ * Sends the rows of expert_out back to the ranks of their tokens, and sums the rows of each token. It does not use weights: the caller
+ * multiplies by recv_topk_weights before. Collective, queued on stream.
  *
  * The sum is taken in float32 over a rank's local experts in ascending order and rounded to the dtype, then in float32
  * over ranks in ascending order and rounded. A token without rows gets zeroes.
@@ -227,7 +227,7 @@ void nvte_ep_combine(struct NVTEEpHandle handle,
  * Collective, queued on stream.
  *
  * grad: [C, H], gradient of recv_tokens; modified in zero-copy groups, as expert_out of nvte_ep_combine is.
- * g_recv_topk_weights: [C] float32, gradient of recv_topk_weights, or null for the rows alone.
+ * g_recv_topk_weights: [C] float32, gradient of recv_topk_weights, or null for the gradients of the rows only.
  * grad_tokens: [T, H], dtype of grad; receives the gradient of tokens.
  * grad_topk_weights: [T, K] float32, null if g_recv_topk_weights is; receives the gradient of topk_weights, 0 where the
  * index was negative.

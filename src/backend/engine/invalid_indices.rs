@@ -1,4 +1,4 @@
-//! What the log says of indices that are no expert: the kernels count them, and a warning comes now and then.
+//! The warning about indices that are no expert: the kernels count them, and the log has the count from time to time.
 
 use std::time::{Duration, Instant};
 

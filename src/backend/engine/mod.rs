@@ -1,5 +1,5 @@
-//! The seam between the core and what moves the rows. Above it there is no type of NCCL EP: the core checks arguments, finds the
-//! routing that a call means, orders and watches the calls; an engine queues their work. To add one, add a variant to
+//! The interface between the core and the engines, which move the rows. The core has no type of an engine: it checks arguments,
+//! finds the routing that a call means, orders and watches the calls; an engine queues their work. To add one, add a variant to
 //! [`EngineKind`], [`Candidate`], [`Fit`], [`Engine`] and [`Handle`], and its limits to `limits`.
 
 mod invalid_indices;

@@ -1,5 +1,5 @@
-//! Notes and engine handles by address: found again at every step, made anew where the layer changed, the least recently used
-//! given up beyond a limit. No calls into libraries.
+//! Notes and engine handles by address. They are found again at every step, and made again if the layer changed; beyond a limit
+//! the least recently used are closed. No calls into libraries.
 #![forbid(unsafe_code)]
 
 use super::notes::{Captured, HandleKey, Note, Question, Routing};

@@ -1,5 +1,5 @@
-//! What a piece of handle memory holds, written into its first bytes by every prepare, so that memory whose bytes a
-//! framework moved, or whose handle was given up, still tells the layer, the token count and the index type.
+//! The routing header, which every prepare writes into the first bytes of handle memory. It says the layer, the token count and
+//! the index type, also after a framework moved the bytes or the library closed the handle.
 #![forbid(unsafe_code)]
 
 use crate::config::{LayerConfig, MAX_TOP_K, SlabAlignment};

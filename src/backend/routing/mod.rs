@@ -1,5 +1,5 @@
-//! Which routing a call means. `header` is what handle memory says of itself, `notes` what the host knows of it and when a call
-//! may go by that, `handles` keeps both notes and engine handles by address.
+//! Which routing a call means. `header` is the routing header in handle memory; `notes` is what the host knows about handle
+//! memory, and decides whether a call may use that; `handles` keeps notes and engine handles by address.
 
 pub(super) mod handles;
 pub(super) mod header;

@@ -1,6 +1,6 @@
-//! What the host knows of one piece of handle memory, and whether a call may go by it. The caller's copies, and graphs, change
-//! handle memory without the host: its header says what it really holds, and reading that takes a wait for the stream. So
-//! [`decide`] weighs every call: use what is known, read the header, or refuse. It is a function of its arguments alone; the
+//! What the host knows about one piece of handle memory, and whether a call may use that. The caller's copies, and graphs, change
+//! handle memory without the host. The header says what the memory really holds, but to read it the host waits for the stream. So
+//! [`decide`] chooses for every call: use what is known, read the header, or refuse. It is a function of its arguments alone; the
 //! model in `model_tests` checks it over random programs.
 #![forbid(unsafe_code)]
 

@@ -94,10 +94,10 @@ extern "C" {
  * Creates the EP group of the calling thread's current device. Collective over ep_comm; every rank passes the same
  * group_config.
  *
- * ep_comm: an ncclComm_t of exactly group_config.ep_size ranks, on the current device. It is borrowed and outlives
+ * ep_comm: an ncclComm_t of exactly group_config.ep_size ranks, on the current device. The caller keeps it, and ends it after
  * nvte_ep_shutdown.
  * Throws when the device has a group already, for a bad configuration or communicator, when the machine lacks something
- * that is needed (the text says what and how to provide it), and when ranks disagree (then on every rank).
+ * that is needed (the text says what, and how to provide it), and on every rank when ranks disagree.
  *
  * The caller must ensure:
  * ep_comm is NULL, which throws, or a live communicator; group_config is NULL, which throws, or points to as many bytes as
@@ -108,9 +108,9 @@ void nvte_ep_initialize(void *ep_comm,
 
 /**
  * Ends the EP groups of this process: waits for queued work and for the other ranks, then frees what the library holds.
- * The communicators stay the callers'. Without a group it does nothing.
+ * The callers keep the communicators. Without a group it does nothing.
  *
- * The communicator has to live until this returns. Apart from that, a program may end in any order: it may call this twice, at exit,
+ * The communicator has to exist until this returns. Apart from that, a program may end in any order: it may call this twice, at exit,
  * in a destructor, after an exception, or never, and may call nvte_ep_initialize again afterwards. Tensors, streams and handle
  * memory may be freed before or after it.
  * Throws when queued work or another rank does not finish within NVTE_EP_SHUTDOWN_TIMEOUT_MS; the group has ended in that case
@@ -134,8 +134,8 @@ size_t nvte_ep_handle_mem_size(const struct NVTEEpLayerConfig *layer_cfg);
  * handle_mem: byte tensor of at least the size that nvte_ep_handle_mem_size reports, on a 256-byte boundary. Its bytes may
  * be moved afterwards.
  * topk_idx: [T, K] int64 or int32, the experts of each token. An index that is negative, or no expert, routes
- * nowhere; an expert that a token names again counts once, with the weight of the first mention, and the later mentions
- * have no gradient. Read until the queued work is done, and not written.
+ * nowhere. If a token names an expert twice, the first mention and its weight count, and later mentions have no gradient.
+ * The queued work reads it, and nothing writes it.
  * recv_tokens_per_expert: [num_experts / ep_size] int32 or int64, or null; receives the rows of each local expert's slab:
  * the tokens routed to it, padded to the alignment (no rows where there are no tokens).
  * total_recv_tokens_per_rank: [1], dtype of recv_tokens_per_expert, or null; receives the sum over all slabs, before rows
@@ -144,13 +144,13 @@ size_t nvte_ep_handle_mem_size(const struct NVTEEpLayerConfig *layer_cfg);
  * Throws, before anything is queued, for handle memory that does not fit, shapes or dtypes other than these, and tensors that
  * share memory.
  *
- * What this and the functions below write must not share memory with anything else that they read or write, handle memory
- * included: no call works in place. These may share memory: tensors that are only read, with each other; topk_idx of
- * nvte_ep_dispatch, which is not read; rows from C on, which are neither read nor written.
+ * In this function and those below, a tensor that is written must not share memory with any other tensor of the call, or with
+ * handle memory: no call works in place. Exceptions are tensors that are only read, among each other; topk_idx of
+ * nvte_ep_dispatch, which is not read; and rows from C on, which are neither read nor written.
  *
  * The caller must ensure:
- * The tensors are device memory of their extent, live until the queued work is done. The calls of a group come in one
- * order on every rank and on one stream, or on streams ordered by events. This holds for all functions below.
+ * The tensors are device memory of their whole size, which exists until the queued work is done. Every rank makes the calls of a
+ * group in the same order, on one stream or on streams that events order. This also applies to all functions below.
  */
 void nvte_ep_prepare(NVTETensor handle_mem,
                      NVTETensor topk_idx,
@@ -162,8 +162,8 @@ void nvte_ep_prepare(NVTETensor handle_mem,
 /**
  * Sends each token's row, and its weights, to the ranks of its experts. Collective, queued on stream.
  *
- * recv_tokens then holds the local experts' slabs one after the other; in a slab, rows come by source rank and then by
- * source row, and the padding is zero. Rows beyond the last slab keep what they held.
+ * recv_tokens then holds the local experts' slabs one after the other. In a slab, rows are in the order of source rank and then
+ * source row, and the padding is zero. Rows behind the last slab keep their values.
  *
  * topk_idx: [T, K] as given to nvte_ep_prepare; its contents are not read again. May be null without weights.
  * tokens: [T, H] bfloat16, float16 or float32; or MXFP8, with its row-wise inverse scales [T, H / 32] float8_e8m0 and H a
@@ -212,8 +212,8 @@ void nvte_ep_prepare_and_dispatch(NVTETensor handle_mem,
                                   cudaStream_t stream);
 
 /**
- * Sums each token's rows of expert_out back on its own rank; unweighted, so the caller multiplies by recv_topk_weights
- * before. Collective, queued on stream.
+ * Sends the rows of expert_out back to the ranks of their tokens, and sums the rows of each token. It does not use weights: the caller
+ * multiplies by recv_topk_weights before. Collective, queued on stream.
  *
  * The sum is taken in float32 over a rank's local experts in ascending order and rounded to the dtype, then in float32
  * over ranks in ascending order and rounded. A token without rows gets zeroes.
@@ -237,7 +237,7 @@ void nvte_ep_combine(NVTETensor handle_mem,
  * Collective, queued on stream.
  *
  * grad: [C, H], gradient of recv_tokens; modified in zero-copy groups, as expert_out of nvte_ep_combine is.
- * g_recv_topk_weights: [C] float32, gradient of recv_topk_weights, or null for the rows alone.
+ * g_recv_topk_weights: [C] float32, gradient of recv_topk_weights, or null for the gradients of the rows only.
  * grad_tokens: [T, H], dtype of grad; receives the gradient of tokens.
  * grad_topk_weights: [T, K] float32, null if g_recv_topk_weights is; receives the gradient of topk_weights, 0 where the
  * index was negative.

@@ -1,5 +1,5 @@
-//! What NCCL EP needs of a machine and of all ranks together, looked at before it is asked: it aborts, exits or hangs over
-//! what is missing.
+//! What NCCL EP needs of a machine and of all ranks together. This is checked before NCCL EP is called, because it aborts, exits
+//! or hangs if something is missing.
 
 use super::Group;
 use super::topk_idx::IndexCopier;
