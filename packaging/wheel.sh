@@ -11,11 +11,9 @@ if [ ! -d "$tools" ]; then
   python3 -m pip install -q --disable-pip-version-check --no-deps --root-user-action=ignore --target "$tools.part" "$pin" >&2
   mv "$tools.part" "$tools"
 fi
-rm -rf python/build
 NVTE_EP_LIBRARY_DIR=$libraries SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct)} PYTHONPATH=$tools \
   python3 -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation --config-settings="--build-option=--plat-name=$2" \
   -w "$out" ./python
-rm -rf python/build python/*.egg-info
 wheel=$(ls "$out"/nvte_ep-*.whl)
 [ "$(stat -c %s "$wheel")" -lt 6000000 ] || { echo "$wheel is larger than 6 MB"; exit 1; }
 python3 -m zipfile -l "$wheel" | awk '{print $1, $NF}' | grep -v dist-info

@@ -9,6 +9,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import tempfile
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -68,4 +69,7 @@ class OfOnePlatform(Distribution):
         return True
 
 
-setup(version=version(), cmdclass={"build_py": WithLibraries, "bdist_wheel": AnyPython}, distclass=OfOnePlatform)
+# A folder of this build alone: what another one left, of other libraries, must not get into the wheel.
+scratch = tempfile.TemporaryDirectory(prefix="nvte_ep-")
+setup(version=version(), cmdclass={"build_py": WithLibraries, "bdist_wheel": AnyPython}, distclass=OfOnePlatform,
+      options={"build": {"build_base": scratch.name}, "egg_info": {"egg_base": scratch.name}})
