@@ -169,8 +169,7 @@ def main() -> None:
     layer = layer_of(nvte_ep, buffer)
     report("nvte_ep", layer)
     if not a.no_compile:
-        compiled = torch.compile(layer, fullgraph=True, backend="inductor" if cuda else "aot_eager")
-        report(f"nvte_ep, torch.compile ({'inductor' if cuda else 'aot_eager'})", compiled)
+        report("nvte_ep, torch.compile", torch.compile(layer, fullgraph=True))
     if cuda:
         report_graph(tell, layer, tokens, idx, weights, gradient, a.iterations, device)
 

@@ -278,9 +278,9 @@ def _send(handle_mem: torch.Tensor, tokens: torch.Tensor, topk_idx: torch.Tensor
           recv_tokens: torch.Tensor | None, recv_topk_weights: torch.Tensor | None, recv_mxfp8: Mxfp8 | None) -> Any:
     """Dispatches into the tensors that are given, or else into new ones; as MXFP8 through a pair."""
     if recv_tokens is None:
-        recv_tokens = torch.empty(rows, tokens.shape[1], dtype=tokens.dtype, device=tokens.device)
+        recv_tokens = tokens.new_empty(rows, tokens.shape[1])
     if topk_weights is not None and recv_topk_weights is None:
-        recv_topk_weights = torch.empty(rows, dtype=torch.float32, device=tokens.device)
+        recv_topk_weights = topk_weights.new_empty(rows)
     if recv_mxfp8 is None:
         ops.dispatch(handle_mem, tokens, None, topk_idx, topk_weights, recv_tokens, None, recv_topk_weights)
     else:
@@ -328,7 +328,7 @@ class _Dispatch(torch.autograd.Function):
 
 def _sum(handle_mem: torch.Tensor, expert_out: torch.Tensor, num_local_tokens: int, read: torch.Tensor | None) -> torch.Tensor:
     """Combines, in a zero-copy group out of `read`."""
-    result = torch.empty(num_local_tokens, expert_out.shape[1], dtype=expert_out.dtype, device=expert_out.device)
+    result = expert_out.new_empty(num_local_tokens, expert_out.shape[1])
     if read is None:
         ops.combine(handle_mem, expert_out, result)
     else:
@@ -453,7 +453,7 @@ def ep_dispatch(buffer, tokens, topk_idx, topk_weights, *, recv_tokens=None, rec
         if recv_tokens is None:
             recv_tokens = buffer._recv_mxfp8 or _empty_mxfp8(rows, buffer.hidden_dim, data.device)
         if topk_weights is not None and recv_topk_weights is None:
-            recv_topk_weights = torch.empty(rows, dtype=torch.float32, device=data.device)
+            recv_topk_weights = topk_weights.new_empty(rows)
         with torch.no_grad():
             ops.dispatch(buffer.handle_mem, data, scales.contiguous(), topk_idx, topk_weights, *recv_tokens, recv_topk_weights)
         return recv_tokens, recv_topk_weights, counts

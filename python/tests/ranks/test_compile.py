@@ -1,21 +1,35 @@
 """torch.compile and CUDA graphs."""
 
+import contextlib
 import os
+import tempfile
 
 import pytest
 import torch
+import torch._inductor.config
 from layer import CAPACITY, CUDA, DEVICE, HIDDEN, RANKS, TOKENS, Data, assert_close, bootstrap, buffer, dense, experts, layer
 
 import nvte_ep
 
-# On the CPU the default one compiles C++; what concerns the operators is in the stages before it.
-BACKEND = "inductor" if CUDA else "aot_eager"
+
+@pytest.fixture
+def default_backend():
+    """Inductor. On the CPU it compiles C++, here within a second or two: without the headers made ready and the tries of vector
+    instructions, which take a minute, and into a folder of this run, so that nothing is taken over from an earlier one."""
+    with contextlib.ExitStack() as stack:
+        if not CUDA:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            stack.enter_context(pytest.MonkeyPatch.context()).setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+            stack.enter_context(torch._inductor.config.patch(
+                {"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}))
+        yield
+    torch.compiler.reset()
 
 
-def test_fullgraph():
+def test_fullgraph(default_backend):
     bootstrap()
     here = buffer()
-    compiled = torch.compile(lambda tokens, idx, weights: layer(here, tokens, idx, weights).square(), fullgraph=True, backend=BACKEND)
+    compiled = torch.compile(lambda tokens, idx, weights: layer(here, tokens, idx, weights).square(), fullgraph=True)
     for seed in range(3):
         data = Data(seed=seed)
         tokens, weights = data.leaves()
@@ -26,7 +40,6 @@ def test_fullgraph():
         plain.sum().backward()
         for found, wanted in ((out, plain), (tokens.grad, plain_tokens.grad), (weights.grad, plain_weights.grad)):
             assert_close(found, wanted, terms=HIDDEN)
-    torch.compiler.reset()
 
 
 def test_other_numbers_of_tokens():
@@ -45,6 +58,16 @@ def test_other_numbers_of_tokens():
             assert_close(compiled(data.tokens, data.idx, data.weights), dense(data.tokens, data.idx, data.weights))
         assert here.num_local_tokens == count
     assert len(compiled_for) == 2
+    torch.compiler.reset()
+
+
+def test_a_compiled_zero_copy_group_is_refused():
+    """The compiler works on copies, which peers could not reach."""
+    bootstrap(zero_copy=True)
+    here, data = buffer(), Data(seed=2)
+    compiled = torch.compile(lambda tokens, idx, weights: layer(here, tokens, idx, weights), fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match="nvte_ep_ext_window_of: ptr must be in memory of"):
+        compiled(data.tokens.clone().requires_grad_(), data.idx, data.weights)
     torch.compiler.reset()
 
 
