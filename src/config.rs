@@ -1,5 +1,10 @@
-//! Validated configuration of groups and layers.
+//! Validated configuration of groups and layers, and of low-latency groups.
 #![forbid(unsafe_code)]
+
+mod low_latency;
+
+pub(crate) use low_latency::{LL_DTYPES, LL_ROW_BYTES};
+pub use low_latency::{LlConfig, LlRequest};
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -506,6 +511,7 @@ impl LayerConfig {
 
 #[cfg(test)]
 pub(crate) mod tests {
+    pub(crate) use super::low_latency::tests::LL_REQUEST;
     use super::*;
 
     pub(crate) const REQUEST: GroupRequest = GroupRequest {

@@ -2,7 +2,7 @@
 //! has the formulas in words and a table, which a test here compares.
 #![forbid(unsafe_code)]
 
-use crate::config::{GroupConfig, Transfer};
+use crate::config::{GroupConfig, LlConfig, Transfer};
 
 /// Bytes in front of the engine's part of handle memory, in which it says what it holds: one unit of its alignment.
 pub(crate) const HEADER_BYTES: usize = 256;
@@ -85,6 +85,27 @@ fn piece(bytes: u64) -> u64 {
     if bytes < PIECE { part(bytes) } else { bytes.next_multiple_of(PIECE) }
 }
 
+/// Bytes of the buffers of a low-latency group, which NCCL EP is told: it allocates them with the group, and they never grow.
+#[must_use]
+pub fn ll_buffer_bytes(config: &LlConfig) -> u64 {
+    let (ranks, experts, tokens) =
+        (u64::from(config.ep_size), u64::from(config.num_experts), u64::from(config.max_tokens_per_rank));
+    let (row, top_k) = (config.max_token_bytes() as u64, u64::from(config.num_topk));
+    // A row to dispatch: its experts of 16 bits and 4 bytes more in front. A row to combine: 4 bytes more for each 256.
+    let dispatched = (4 + 2 * top_k).next_multiple_of(16) + row;
+    let combined = row + 4 * (row / 256);
+    let slot = (tokens * dispatched + ranks * tokens * dispatched)
+        .max(experts * tokens * combined + top_k * tokens * combined);
+    // Two of each: one step's receiver may still read while the next one's sender writes.
+    2 * slot + 2 * (4 * experts).next_multiple_of(128)
+}
+
+/// Device memory of a low-latency group beside its handle memory: the buffers, and NCCL EP's workspace.
+#[must_use]
+pub fn ll_group_bytes(config: &LlConfig) -> [u64; 2] {
+    [ll_buffer_bytes(config).next_multiple_of(PIECE), WORKSPACE]
+}
+
 /// Bytes of handle memory for a layer of `top_k` experts per token, on devices of `sm_count` multiprocessors in so many NVLink
 /// domains: the header, what NCCL EP needs, and the copy of the indices. A live group asks NCCL EP instead; this is for planning.
 #[must_use]
@@ -123,8 +144,8 @@ pub fn handle_bytes(config: &GroupConfig, top_k: u32, sm_count: u32, domains: u3
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::tests::REQUEST;
-    use crate::config::{GroupRequest, LayerConfig};
+    use crate::config::tests::{LL_REQUEST, REQUEST};
+    use crate::config::{GroupRequest, LayerConfig, LlRequest};
     use std::fmt::Write;
 
     #[test]
@@ -173,6 +194,36 @@ mod tests {
             let own = HEADER_BYTES as u64 + 4096 * 8 * 8;
             assert_eq!(mebibytes(handle_bytes(&config, 8, 132, domains as u32) - own), handle, "{domains} domains");
         }
+    }
+
+    /// Ranks, experts; 128 tokens of 7168 bfloat16 elements with 8 experts each.
+    const LL_MODELS: [(i32, i32); 4] = [(4, 64), (8, 64), (8, 256), (64, 256)];
+
+    fn ll_row((ranks, experts): (i32, i32)) -> String {
+        let request = LlRequest {
+            ep_size: ranks,
+            num_experts: experts,
+            max_tokens_per_rank: 128,
+            hidden_dim: 7168,
+            ..LL_REQUEST
+        };
+        let config = LlConfig::try_from(request).unwrap();
+        let mib = |bytes: u64| format!("{:.0}", bytes as f64 / f64::from(1 << 20));
+        let received = u64::from(config.local_experts()) * (config.slab_rows() * config.max_token_bytes()) as u64;
+        format!("| {ranks} | {experts} | {} | {} |", mib(ll_buffer_bytes(&config)), mib(received))
+    }
+
+    #[test]
+    fn low_latency_buffers() {
+        // Rows of 1024 bytes, 32 more to dispatch and 16 more to combine.
+        let config = LlConfig::try_from(LL_REQUEST).unwrap();
+        assert_eq!(ll_buffer_bytes(&config), 2 * (16 * 64 * 1040 + 8 * 64 * 1040) + 2 * 128);
+        // With few experts the rows to dispatch are more.
+        let config = LlConfig::try_from(LlRequest { num_experts: 4, num_topk: 1, ..LL_REQUEST }).unwrap();
+        assert_eq!(ll_buffer_bytes(&config), 2 * (64 * 1040 + 4 * 64 * 1040) + 2 * 128);
+        let document = include_str!("../docs/memory.md");
+        let rows: Vec<String> = LL_MODELS.into_iter().map(ll_row).collect();
+        assert!(document.contains(&rows.join("\n")), "docs/memory.md should have these rows:\n{}", rows.join("\n"));
     }
 
     /// Experts, experts per token, hidden size; ranks, tokens of each.

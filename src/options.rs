@@ -229,6 +229,26 @@ impl Options {
         Ok((key(name)?.get)(self))
     }
 
+    /// # Errors
+    /// An option that low-latency groups have no use for, or another engine than theirs.
+    pub fn check_low_latency(&self) -> Result<()> {
+        if self.backend == EngineChoice::Native {
+            let required = "must be nccl_ep or auto for a low-latency group";
+            return Err(Error::argument("option backend", required, "native").with_remedy(
+                "the native engine has no low-latency mode: such groups always run over NCCL EP",
+            ));
+        }
+        const USED: [&str; 3] = ["timeout_ms", "shutdown_timeout_ms", "backend"];
+        for name in Self::names().filter(|name| !USED.contains(name)) {
+            let found = self.get(name)?;
+            if found != Self::default().get(name)? {
+                let required = "must not be set for a low-latency group, which has no such choice";
+                return Err(Error::argument(format!("option {name}"), required, format!("\"{found}\"")));
+            }
+        }
+        Ok(())
+    }
+
     /// `request` with what the options say of it.
     ///
     /// # Errors
@@ -346,6 +366,23 @@ mod tests {
         let off = options(&[("eager", "off")]);
         let te = GroupRequest { dialect: Dialect::TE, ..request };
         assert!(GroupConfig::try_from(off.apply(te).unwrap()).is_err(), "0 rows ask for nothing any more");
+    }
+
+    #[test]
+    fn low_latency_groups_have_few_options() {
+        let check = |name, value| options(&[(name, value)]).check_low_latency().map_err(|error| error.to_string());
+        for (name, value) in [("timeout_ms", "1"), ("shutdown_timeout_ms", "1"), ("backend", "nccl_ep")] {
+            assert_eq!(check(name, value), Ok(()));
+        }
+        assert_eq!(
+            check("backend", "native").unwrap_err(),
+            "option backend must be nccl_ep or auto for a low-latency group, got native; the native engine has no \
+             low-latency mode: such groups always run over NCCL EP"
+        );
+        assert_eq!(
+            check("overflow", "drop").unwrap_err(),
+            "option overflow must not be set for a low-latency group, which has no such choice, got \"drop\""
+        );
     }
 
     #[test]

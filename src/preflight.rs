@@ -9,9 +9,10 @@ mod variables;
 
 pub(crate) use location::{RankLocation, resident_sms, room_for};
 
-use crate::config::GroupConfig;
+use crate::config::{GroupConfig, LlConfig};
 use crate::env::{NCCL_EP_HOME, NCCL_HOME, RuntimeKind, process};
 use crate::error::{Error, Result};
+use crate::memory::ll_group_bytes;
 use crate::options::Options;
 use crate::sys::nccl::{CommFacts, version_text};
 use crate::sys::{Base, NCCL_PREFIXES, NcclEpLibrary, ancestors, cuda::DeviceFacts, loaded_nccls, site_packages};
@@ -385,6 +386,23 @@ fn sm_counts(config: &GroupConfig, options: &Options, places: &[RankLocation], e
     };
     location::variables_fit(env, places)?;
     Ok(counts)
+}
+
+/// What a low-latency group needs of all ranks' places; returns the multiprocessors of its kernels. Their blocks wait for each
+/// other, and a rank that has its device for itself gets all of it: the kernels are short.
+///
+/// # Errors
+/// The same on every rank.
+pub(crate) fn ll_fit(config: &LlConfig, places: &[RankLocation]) -> Result<u32> {
+    location::domains(places)?;
+    room_for(ll_group_bytes(config).iter().sum(), places)?;
+    let given = match variables::count(variables::DISPATCH_COUNTS[1], &process)? {
+        // NCCL EP takes it before the group's.
+        Some(count) => resident_cap(variables::DISPATCH_COUNTS[1], count, places)?,
+        None => location::most_of_device("config->max_num_sms", config.max_num_sms, places)?,
+    };
+    config.check_launch(given)?;
+    Ok(given)
 }
 
 /// # Errors

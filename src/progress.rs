@@ -30,10 +30,14 @@ pub(crate) enum Call {
     WindowRegister,
     WindowDeregister,
     Shutdown,
+    LlDispatch,
+    LlCombine,
+    LlComplete,
+    LlShutdown,
 }
 
 impl Call {
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 13] = [
         Self::Prepare,
         Self::Dispatch,
         Self::Combine,
@@ -43,9 +47,13 @@ impl Call {
         Self::WindowRegister,
         Self::WindowDeregister,
         Self::Shutdown,
+        Self::LlDispatch,
+        Self::LlCombine,
+        Self::LlComplete,
+        Self::LlShutdown,
     ];
 
-    const fn name(self) -> &'static str {
+    pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Prepare => "nvte_ep_prepare",
             Self::Dispatch => "nvte_ep_dispatch",
@@ -56,6 +64,10 @@ impl Call {
             Self::WindowRegister => "nvte_ep_ext_window_register",
             Self::WindowDeregister => "nvte_ep_ext_window_deregister",
             Self::Shutdown => "nvte_ep_shutdown",
+            Self::LlDispatch => "nvte_ep_ext_ll_dispatch",
+            Self::LlCombine => "nvte_ep_ext_ll_combine",
+            Self::LlComplete => "nvte_ep_ext_ll_complete",
+            Self::LlShutdown => "nvte_ep_ext_ll_shutdown",
         }
     }
 }
@@ -68,7 +80,10 @@ impl Call {
 
     /// Whether the call queues work on a stream; the others wait for all ranks inside.
     const fn is_queued(self) -> bool {
-        matches!(self, Self::Prepare | Self::Dispatch | Self::Combine | Self::CombineBwd | Self::DispatchBwd)
+        !matches!(
+            self,
+            Self::SymmAlloc | Self::WindowRegister | Self::WindowDeregister | Self::Shutdown | Self::LlShutdown
+        )
     }
 }
 
@@ -365,9 +380,9 @@ impl Progress {
         }
     }
 
-    /// Notes that this rank makes its last call. If one was refused in its place, the other ranks read why.
-    pub(crate) fn enter_shutdown(&self) {
-        let number = self.enter(Step::of(Call::Shutdown));
+    /// Notes that this rank makes its last call, a shutdown. If one was refused in its place, the other ranks read why.
+    pub(crate) fn enter_shutdown(&self, shutdown: Call) {
+        let number = self.enter(Step::of(shutdown));
         let mut said = self.said.lock();
         said.is_leaving = true;
         if let Some(refusal) = said.left_for(number) {
@@ -623,7 +638,7 @@ mod tests {
         }
         ranks[1].refuse(REFUSAL, true);
         assert_eq!(ranks[1].left_for(), None, "it has not left");
-        ranks[1].enter_shutdown();
+        ranks[1].enter_shutdown(Call::Shutdown);
         assert_eq!(ranks[1].left_for().as_deref(), Some(REFUSAL));
         let missing = Reason { futile: false, is_missing: true, text: "rank 0 has made 1 calls".into() };
         assert_eq!(ranks[1].why(), missing);
@@ -640,13 +655,13 @@ mod tests {
         ranks[1].refuse("nvte_ep_register_layer: layer_config.top_k must be 1 to 64", false);
         ranks[0].enter(STEP);
         assert_eq!(ranks[0].why().text, "rank 1 has made 0 calls");
-        ranks[1].enter_shutdown();
+        ranks[1].enter_shutdown(Call::Shutdown);
         let text = ranks[0].futile().unwrap();
         assert!(text.ends_with(", after this was refused: nvte_ep_register_layer: layer_config.top_k must be 1 to 64"));
         let ranks = group(13, 2);
         ranks[1].refuse(REFUSAL, true);
         ranks[1].enter(STEP);
-        ranks[1].enter_shutdown();
+        ranks[1].enter_shutdown(Call::Shutdown);
         assert_eq!(ranks[1].left_for(), None);
         ranks[1].give_up("waited 5 ms");
         ranks[0].enter(STEP);

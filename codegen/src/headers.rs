@@ -147,7 +147,7 @@ const HEADERS: &[Header] = &[
         path: "nvte_ep/nvte_ep_ext.h",
         about: "nvte-ep's additions to the interface, for every ABI. Every function but nvte_ep_ext_version throws std::runtime_error.",
         guard: "NVTE_EP_EXT_H_",
-        sources: &["src/ffi/ext.rs", "abi/ext/src/exports.rs"],
+        sources: &["src/ffi/ext.rs", "src/ffi/low_latency.rs", "abi/ext/src/exports.rs"],
         includes: &["<transformer_engine/ep.h>"],
         foreign: EXT_OPTIONS,
         exclude: &["NVTEEpExtOptions"],

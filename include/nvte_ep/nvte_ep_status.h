@@ -283,6 +283,75 @@ enum NVTEEpStatus nvte_ep_try_ext_window_register(void *ptr, size_t bytes, ncclW
 enum NVTEEpStatus nvte_ep_try_ext_window_deregister(void *ptr);
 
 /**
+ * nvte_ep_ext_ll_initialize, returning a status.
+ *
+ * The caller must ensure:
+ * As nvte_ep_ext_ll_initialize.
+ */
+enum NVTEEpStatus nvte_ep_try_ext_ll_initialize(void *ep_comm,
+                                                const NVTEEpExtLLConfig *config,
+                                                const NVTEEpExtOptions *options);
+
+/**
+ * nvte_ep_ext_ll_shutdown, returning a status.
+ */
+enum NVTEEpStatus nvte_ep_try_ext_ll_shutdown(void);
+
+/**
+ * nvte_ep_ext_ll_handle_mem_size, returning a status.
+ *
+ * result: receives what nvte_ep_ext_ll_handle_mem_size returns.
+ *
+ * The caller must ensure:
+ * As nvte_ep_ext_ll_handle_mem_size; result is NULL, which is an error, or writable.
+ */
+enum NVTEEpStatus nvte_ep_try_ext_ll_handle_mem_size(size_t *result);
+
+/**
+ * nvte_ep_ext_ll_dispatch, returning a status.
+ *
+ * The caller must ensure:
+ * As nvte_ep_ext_ll_dispatch.
+ */
+enum NVTEEpStatus nvte_ep_try_ext_ll_dispatch(NVTETensor handle_mem,
+                                              NVTETensor topk_idx,
+                                              NVTETensor tokens,
+                                              NVTETensor recv_tokens,
+                                              NVTETensor counts,
+                                              int send_only,
+                                              cudaStream_t stream);
+
+/**
+ * nvte_ep_ext_ll_combine, returning a status.
+ *
+ * The caller must ensure:
+ * As nvte_ep_ext_ll_combine.
+ */
+enum NVTEEpStatus nvte_ep_try_ext_ll_combine(NVTETensor handle_mem,
+                                             NVTETensor topk_idx,
+                                             NVTETensor topk_weights,
+                                             NVTETensor expert_out,
+                                             NVTETensor result,
+                                             int send_only,
+                                             cudaStream_t stream);
+
+/**
+ * nvte_ep_ext_ll_complete, returning a status.
+ *
+ * The caller must ensure:
+ * As nvte_ep_ext_ll_complete.
+ */
+enum NVTEEpStatus nvte_ep_try_ext_ll_complete(NVTETensor handle_mem, cudaStream_t stream);
+
+/**
+ * nvte_ep_ext_ll_memory_usage, returning a status.
+ *
+ * The caller must ensure:
+ * As nvte_ep_ext_ll_memory_usage.
+ */
+enum NVTEEpStatus nvte_ep_try_ext_ll_memory_usage(NVTEEpExtLLMemoryUsage *usage);
+
+/**
  * nvte_create_tensor, returning a status.
  *
  * result: receives what nvte_create_tensor returns.

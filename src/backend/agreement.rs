@@ -32,6 +32,8 @@ pub(crate) enum Kind {
     Barrier,
     /// A collective call about symmetric memory.
     Symmetric,
+    /// The first round of the initialize of a low-latency group.
+    LlRankInfo,
 }
 
 /// What a rank says of itself: numbers that must agree, numbers that tell where it runs, and why it cannot go on, if so.
@@ -197,12 +199,11 @@ impl Rendezvous {
         unsafe { self.all_gather(Kind::Confirm, [0; RECORD], limit, what) }.map(|_| ())
     }
 
-    /// Returns when every rank has come here.
+    /// Returns when every rank has come here. `what` names the wait in the text of a time-out.
     ///
     /// # Safety
     /// The communicator is live.
-    pub(crate) unsafe fn barrier(&self, limit: Option<Duration>) -> Result<()> {
-        let what = "all ranks to call nvte_ep_shutdown";
+    pub(crate) unsafe fn barrier(&self, limit: Option<Duration>, what: &str) -> Result<()> {
         let start = Instant::now();
         self.wait_for_calls(limit, what)?;
         let limit = limit.map(|limit| limit.saturating_sub(start.elapsed()));

@@ -1,9 +1,10 @@
 //! The creation of a group, all ranks together.
 
-use super::agreement::{self, Kind, RankInfo, Rendezvous};
+use super::agreement::Kind;
 use super::communicator::Communicator;
 use super::engine::{Candidate, Choice, EngineKind, Fit, Machine};
 use super::fork;
+use super::joint;
 use super::live::{Group, Live};
 use super::registry::Slot;
 use super::residency::Residency;
@@ -16,16 +17,13 @@ use crate::env::Env;
 use crate::error::{Error, Result};
 use crate::options::Options;
 use crate::preflight::{self, RankLocation};
-use crate::progress::Progress;
 use crate::sys;
-use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The numbers that must be equal on all ranks, by name.
 fn agreed(kind: EngineKind, machine: &Machine<'_>) -> Vec<(String, u64)> {
     let Machine { config, options, nccl, .. } = machine;
-    let version = |part: &str| part.parse::<u64>().expect("Cargo's versions are numbers");
     let recv_capacity = match config.recv_capacity {
         RecvCapacity::Eager => 0,
         RecvCapacity::Fixed(rows) => rows.into(),
@@ -44,10 +42,6 @@ fn agreed(kind: EngineKind, machine: &Machine<'_>) -> Vec<(String, u64)> {
         (config.dialect.num_topk.to_owned(), config.num_topk.unwrap_or(0).into()),
         (config.dialect.overflow.to_owned(), config.overflow as u64),
     ];
-    let ours = version(env!("CARGO_PKG_VERSION_MAJOR")) << 32
-        | version(env!("CARGO_PKG_VERSION_MINOR")) << 16
-        | version(env!("CARGO_PKG_VERSION_PATCH"));
-    let versions = [("NCCL version".to_owned(), *nccl as u64), ("nvte-ep version".to_owned(), ours)];
     // Those that have become fields of the configuration are compared as such.
     let options = [
         ("dispatch_sms", options.dispatch_sms.unwrap_or(0).into()),
@@ -61,7 +55,7 @@ fn agreed(kind: EngineKind, machine: &Machine<'_>) -> Vec<(String, u64)> {
     let options = options.into_iter().map(|(name, value)| (format!("option {name}"), value));
     let fields = fields.into_iter().map(|(name, value)| (format!("group_config.{name}"), value));
     let variables = preflight::agreed_variables();
-    fields.chain(by_dialect).chain(options).chain(versions).chain(variables).collect()
+    fields.chain(by_dialect).chain(options).chain(joint::versions(*nccl)).chain(variables).collect()
 }
 
 /// Creates the EP group of the calling thread's current device over `comm`. Collective.
@@ -133,59 +127,20 @@ impl Live {
         let ready = Candidate::find(kind, &machine)
             .and_then(|candidate| Ok((candidate, watchdog::Means::new(base, device, machine.env.timeout)?)));
         let place = Candidate::location(kind, &machine, ready.as_ref().ok().map(|(candidate, _)| candidate));
-        let (names, equal): (Vec<_>, Vec<_>) = agreed(kind, &machine).into_iter().unzip();
-        let mut own = place.words();
-        own.push(random());
+        let asked = joint::Request {
+            base,
+            comm,
+            comm_facts,
+            kind: Kind::RankInfo,
+            timeout: machine.env.timeout,
+            waits: ["all ranks to call nvte_ep_initialize", "all ranks to go on with nvte_ep_initialize"],
+            agreed: agreed(kind, &machine),
+        };
+        let fit = |places: &[RankLocation]| Fit::of(kind, &config, options, places);
+        // SAFETY: passed on.
+        let joined = unsafe { joint::join(asked, ready, place, fit) }?;
+        let joint::Joined { ready: (candidate, means), fit, places, progress, mut rendezvous } = joined;
         let env = &machine.env;
-        let own = RankInfo { equal, own, refusal: ready.as_ref().err().map(Error::to_string) };
-        let mut rendezvous = Rendezvous::new(base, comm, comm_facts)?;
-        // SAFETY: the caller vouches for the communicator.
-        let infos =
-            unsafe { rendezvous.exchange(Kind::RankInfo, &own, env.timeout, "all ranks to call nvte_ep_initialize") };
-        let infos = match infos {
-            Ok(infos) => infos,
-            Err(error) => {
-                if matches!(error, Error::TimeOut { .. }) {
-                    // What was given up on may still use its memory, and freeing any waits for it.
-                    leave(ready);
-                } else {
-                    rendezvous.close_after_failure();
-                }
-                return Err(error);
-            }
-        };
-        let (keys, places): (Vec<u64>, Vec<RankLocation>) = infos
-            .iter()
-            .map(|info| {
-                let (key, place) = info.own.split_last().expect("as many numbers as were asked for");
-                (*key, RankLocation::from_words(place))
-            })
-            .unzip();
-        let agreed = agreement::compare(&names, &infos)
-            .and_then(|()| Fit::of(kind, &config, options, &places))
-            .and_then(|fit| {
-                // All ranks come here or none does: what was compared is the same on all of them.
-                let (own, key) = (comm_facts.rank as usize, keys[0]);
-                let here = places.iter().map(|there| there.host == place.host).collect();
-                let progress = Progress::join(key, own, here);
-                // SAFETY: the caller vouches for the communicator.
-                let confirmed =
-                    unsafe { rendezvous.confirm(env.timeout, "all ranks to go on with nvte_ep_initialize") };
-                Progress::close_door(key);
-                confirmed.map(|()| (fit, progress))
-            });
-        let (candidate, means, fit, progress) = match (ready, agreed) {
-            (Ok((candidate, means)), Ok((fit, progress))) => (candidate, means, fit, progress),
-            (ready, Err(error @ Error::TimeOut { .. })) => {
-                leave(ready);
-                return Err(error);
-            }
-            (ready, agreed) => {
-                rendezvous.close_after_failure();
-                // A rank's own error reads the same on all ranks.
-                return Err(agreed.err().or(ready.err()).expect("one of them failed"));
-            }
-        };
         // SAFETY: the caller vouches for the communicator and the current device.
         let engine = match unsafe { candidate.create(&machine, fit, &places, place) } {
             Ok(engine) => engine,
@@ -215,19 +170,4 @@ impl Live {
         };
         Ok(Live { watchdog, group })
     }
-}
-
-/// What a rank has found before all have agreed.
-type Ready = Result<(Candidate, watchdog::Means)>;
-
-/// Leaves what can be neither used nor freed to the end of the process, where leak checkers see whose it is.
-fn leave(ready: Ready) {
-    static LEFT: Mutex<Vec<Ready>> = Mutex::new(Vec::new());
-    LEFT.lock().push(ready);
-}
-
-/// A number that no other process makes.
-fn random() -> u64 {
-    use std::hash::{BuildHasher, Hasher, RandomState};
-    RandomState::new().build_hasher().finish() ^ u64::from(std::process::id())
 }

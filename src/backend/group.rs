@@ -13,7 +13,7 @@ use crate::config::{GroupConfig, LayerConfig, RecvCapacity};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::memory::{GroupMemory, HEADER_BYTES};
-use crate::ops::{Arguments, Combine, CombineBwd, Dispatch, DispatchBwd, Prepare, Prepared, Ranges};
+use crate::ops::{Arguments, Combine, CombineBwd, Dispatch, DispatchBwd, LayerArguments, Prepare, Prepared, Ranges};
 use crate::progress::{Call, Step};
 use crate::symm_pool::{self, PoolStatistics};
 use crate::sys::cuda::{Stream, StreamState};
@@ -108,7 +108,7 @@ impl EpGroup {
 
     /// One operation over a prepared layer: its rules, then its handle, then the call. The checks leave `call` as the engine gets
     /// it: cut to the rows that count, and by address where no peer reaches.
-    fn run_prepared<C: Arguments>(
+    fn run_prepared<C: LayerArguments>(
         &self,
         handle: &HandleRef,
         call: &mut C,

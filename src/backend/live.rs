@@ -13,7 +13,7 @@ use crate::env::Env;
 use crate::error::{Error, Result};
 use crate::memory::HEADER_BYTES;
 use crate::sys::Base;
-use crate::sys::cuda::{Stream, StreamState};
+use crate::sys::cuda::{Cuda, Stream, StreamState};
 use crate::tensor::TensorView;
 use rustc_hash::FxHashMap;
 
@@ -132,17 +132,23 @@ impl MemoryUsage {
 impl Group {
     #[inline]
     pub(super) fn enter(&mut self, stream: Stream) -> Result<StreamState> {
-        if self.stream != Some(stream) && !stream.is_legacy() {
-            if !self.base.cuda.is_of_current_context(stream)? {
-                let required = "must be a stream of the calling thread's current device, which is the group's";
-                return Err(Error::argument(
-                    "stream",
-                    required,
-                    format!("{:#x}, one of another device", stream.address()),
-                ));
-            }
-            self.stream = Some(stream);
-        }
-        self.base.cuda.stream_state(stream)
+        enter(&self.base.cuda, &mut self.stream, stream)
     }
+}
+
+/// Whether `stream` captures, if it is one of the current device; `last` is the last one that was found to be.
+#[inline]
+pub(super) fn enter(cuda: &Cuda, last: &mut Option<Stream>, stream: Stream) -> Result<StreamState> {
+    if *last != Some(stream) && !stream.is_legacy() {
+        if !cuda.is_of_current_context(stream)? {
+            let required = "must be a stream of the calling thread's current device, which is the group's";
+            return Err(Error::argument(
+                "stream",
+                required,
+                format!("{:#x}, one of another device", stream.address()),
+            ));
+        }
+        *last = Some(stream);
+    }
+    cuda.stream_state(stream)
 }

@@ -3,6 +3,7 @@
 
 use super::fork;
 use super::live::Live;
+use super::low_latency;
 use crate::error::{Error, Result};
 use crate::sys;
 use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
@@ -14,6 +15,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub(super) struct Slot {
     pub(super) device: i32,
     pub(super) group: Mutex<Option<Live>>,
+    /// The low-latency group beside it.
+    pub(super) low_latency: Mutex<Option<low_latency::live::Live>>,
     /// Whether a group of the device was shut down.
     pub(super) was_ended: AtomicBool,
     next: OnceLock<Box<Slot>>,
@@ -35,6 +38,7 @@ impl Slot {
                 Box::new(Self {
                     device,
                     group: Mutex::new(None),
+                    low_latency: Mutex::new(None),
                     was_ended: AtomicBool::new(false),
                     next: OnceLock::new(),
                 })
@@ -76,9 +80,15 @@ fn no_group_on(device: i32) -> Error {
 
 /// Tells the ranks that wait for this one that its call `name` failed with `error`, if the current device has a group.
 pub fn report_failure(name: &str, error: &Error) {
-    let Ok(group) = current_group() else { return };
+    let Ok(EpGroup(slot)) = current_group() else { return };
     // A slot at work has another thread's call in it.
-    let Some(mut group) = group.0.group.try_lock() else { return };
+    if name.starts_with("nvte_ep_ext_ll_") {
+        if let Some(live) = slot.low_latency.try_lock().as_deref().and_then(Option::as_ref) {
+            live.watchdog.failed(name, error);
+        }
+        return;
+    }
+    let Some(mut group) = slot.group.try_lock() else { return };
     if let Some(live) = group.as_mut() {
         live.group.stats.errors += 1;
         live.watchdog.failed(name, error);

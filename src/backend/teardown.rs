@@ -1,13 +1,17 @@
 //! The end of a group.
 
+use super::agreement::Rendezvous;
 use super::fork;
 use super::live::{Group, Live};
 use super::registry::{EpGroup, Slot};
+use super::watchdog::Watchdog;
 use crate::error::{Error, Result};
-use crate::sys::thread;
+use crate::progress::Call;
+use crate::sys::{Base, thread};
 use crate::wait::bounded;
 use nvte_ep_bindings as b;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 /// Ends every EP group of this process: waits for queued work and for the other ranks (both bounded), then destroys
 /// handles and group. The communicators stay the callers'. Without a group nothing happens.
@@ -36,7 +40,7 @@ pub fn shutdown() -> Result<()> {
     outcome(failures)
 }
 
-fn outcome(failures: Vec<String>) -> Result<()> {
+pub(super) fn outcome(failures: Vec<String>) -> Result<()> {
     if failures.is_empty() { Ok(()) } else { Err(Error::Teardown(failures)) }
 }
 
@@ -63,24 +67,11 @@ impl Live {
     /// Tears down in order and returns what failed.
     pub(super) fn destroy(self, device: i32) -> Vec<String> {
         let Self { watchdog, group } = self;
-        let limit = group.env.shutdown_timeout;
-        let base = group.base;
-        let quiet = watchdog.require_alive().and_then(|()| {
-            watchdog.leave();
-            let futile = || watchdog.require_alive().err().map(|error| error.to_string());
-            bounded(limit, "the work queued on the device", &futile, move || {
-                base.cuda.set_current_device(device)?;
-                // SAFETY: takes nothing.
-                base.cuda.check("cuCtxSynchronize", unsafe { (base.cuda.cuCtxSynchronize)() })
-            })
-        });
+        let (base, limit) = (group.base, group.env.shutdown_timeout);
+        let (call, what) = (Call::Shutdown, "all ranks to call nvte_ep_shutdown");
+        // SAFETY: the communicator outlives shutdown, by initialize's contract.
+        let met = unsafe { meet(base, device, limit, &watchdog, &group.rendezvous, (call, what)) };
         let mut failures: Vec<String> = Vec::new();
-        // Peers may still read this rank's windows until they come here too.
-        let met = quiet.and_then(|()| {
-            base.cuda.set_current_device(device)?;
-            // SAFETY: the communicator outlives shutdown, by initialize's contract.
-            unsafe { group.rendezvous.barrier(limit) }
-        });
         if met.as_ref().is_err_and(is_cuda_gone) {
             // Called from a destructor that runs after CUDA's own: the process ends, and the driver has freed everything.
             tracing::info!(target: "nvte_ep", device, "CUDA is gone already; nothing to destroy");
@@ -118,8 +109,33 @@ impl Live {
     }
 }
 
+/// Waits for this rank's queued work, and for the other ranks: peers may still read this rank's memory until they come here too.
+///
+/// # Safety
+/// The communicator is live.
+pub(super) unsafe fn meet(
+    base: &'static Base,
+    device: i32,
+    limit: Option<Duration>,
+    watchdog: &Watchdog,
+    rendezvous: &Rendezvous,
+    (call, what): (Call, &str),
+) -> Result<()> {
+    watchdog.require_alive()?;
+    watchdog.leave(call);
+    let futile = || watchdog.require_alive().err().map(|error| error.to_string());
+    bounded(limit, "the work queued on the device", &futile, move || {
+        base.cuda.set_current_device(device)?;
+        // SAFETY: takes nothing.
+        base.cuda.check("cuCtxSynchronize", unsafe { (base.cuda.cuCtxSynchronize)() })
+    })?;
+    base.cuda.set_current_device(device)?;
+    // SAFETY: the caller vouches for the communicator.
+    unsafe { rendezvous.barrier(limit, what) }
+}
+
 /// Whether CUDA has shut down already, as it has in destructors that run after its own.
-fn is_cuda_gone(error: &Error) -> bool {
+pub(super) fn is_cuda_gone(error: &Error) -> bool {
     let gone = i64::from(b::CUDA_ERROR_DEINITIALIZED);
     // NCCL has codes of its own, so only the driver's functions count.
     matches!(error, Error::Library { call, code, .. } if call.starts_with("cu") && *code == gone)

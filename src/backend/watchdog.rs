@@ -70,8 +70,8 @@ pub(super) struct Watched {
     noticed: AtomicBool,
     /// Whether it was said that a call is not watched.
     unwatched: AtomicBool,
-    /// Since when the group's shutdown waits for the other ranks.
-    leaving: OnceLock<Instant>,
+    /// The group's shutdown, and since when it waits for the other ranks.
+    leaving: OnceLock<(Call, Instant)>,
     stopped: Mutex<bool>,
     stop: Condvar,
 }
@@ -225,10 +225,10 @@ impl Watchdog {
         }
     }
 
-    /// Notes that the group's shutdown begins.
-    pub(super) fn leave(&self) {
-        self.progress().enter_shutdown();
-        let _ = self.watched.leaving.set(Instant::now());
+    /// Notes that the group's `shutdown` begins.
+    pub(super) fn leave(&self, shutdown: Call) {
+        self.progress().enter_shutdown(shutdown);
+        let _ = self.watched.leaving.set((shutdown, Instant::now()));
     }
 
     pub(super) fn progress(&self) -> &Progress {
@@ -356,14 +356,16 @@ impl Watched {
     /// The shutdown that an error has led to may wait for a long time, with the error not yet reported: an exception is
     /// reported when it has left all scopes, and one of these has called the shutdown. Returns whether nothing is left to say.
     fn look_at_shutdown(&self) -> bool {
-        let Some(since) = self.leaving.get().map(Instant::elapsed) else { return false };
+        let Some((shutdown, since)) = self.leaving.get().map(|(call, since)| (call.name(), since.elapsed())) else {
+            return false;
+        };
         let Some(refusal) = self.progress.left_for() else { return true };
         if since < SUSPICIOUS {
             return false;
         }
         let (seconds, missing) = (since.as_secs_f32(), self.progress.why().text);
         report(&format!(
-            "nvte_ep_shutdown has waited for {seconds:.1} s: {missing}; on this rank, this was refused before: {refusal}"
+            "{shutdown} has waited for {seconds:.1} s: {missing}; on this rank, this was refused before: {refusal}"
         ));
         true
     }

@@ -5,6 +5,7 @@ pub mod comm_window;
 pub mod ext;
 mod foreign_tensors;
 mod guard;
+pub mod low_latency;
 pub mod register_layer;
 #[allow(non_camel_case_types, reason = "C names")]
 pub mod status;

@@ -1,7 +1,7 @@
 //! From an NVTETensor to a [`TensorView`].
 
 use super::types::{
-    NVTE_DELAYED_TENSOR_SCALING, NVTE_MXFP8_1D_SCALING, NVTEBasicTensor, NVTEDType, NVTEScalingMode, NVTEShape,
+    NVTE_BLOCK_SCALING_1D, NVTE_DELAYED_TENSOR_SCALING, NVTE_MXFP8_1D_SCALING, NVTEBasicTensor, NVTEDType, NVTEScalingMode, NVTEShape,
     NVTETensor,
 };
 use crate::dtype::DType;
@@ -69,6 +69,23 @@ impl Look for View {
     }
 }
 
+/// The view of an argument whose rows may have a scale for each 128 values too.
+struct QuantizedView(&'static str);
+
+impl Look for QuantizedView {
+    type Seen = Result<TensorView>;
+
+    fn look(self, parts: &TensorParts<'_>) -> Self::Seen {
+        let Self(name) = self;
+        if parts.scaling_mode != NVTE_BLOCK_SCALING_1D {
+            return view(name, parts, Windows::default());
+        }
+        let Some((dtype, shape)) = array(&parts.data) else { return Err(malformed(name, "", &parts.data)) };
+        let scales = Some(scale_array(name, parts, None)?);
+        Ok(TensorView { name, dtype, shape, data: parts.data.data, window: None, scales })
+    }
+}
+
 /// The view of an argument that may be left out; none for a tensor that nothing was put into.
 struct OptionalView(View);
 
@@ -103,6 +120,18 @@ pub fn required(
     windows: Windows,
 ) -> Result<TensorView> {
     match reader.read(tensor, View { name, windows }) {
+        Ok(Some(view)) => view,
+        Ok(None) => Err(null(name)),
+        Err(error) => Err(for_argument(name, error)),
+    }
+}
+
+/// As [`required`], and the tensor may have a scale for each 128 values of a row (`NVTE_BLOCK_SCALING_1D`).
+///
+/// # Errors
+/// As there.
+pub fn required_quantized(reader: &impl TensorReader, name: &'static str, tensor: NVTETensor) -> Result<TensorView> {
+    match reader.read(tensor, QuantizedView(name)) {
         Ok(Some(view)) => view,
         Ok(None) => Err(null(name)),
         Err(error) => Err(for_argument(name, error)),
@@ -164,9 +193,14 @@ fn scales(name: &str, parts: &TensorParts<'_>, windows: Windows) -> Result<Scale
         let required = "must be unscaled or MXFP8 (NVTE_DELAYED_TENSOR_SCALING or NVTE_MXFP8_1D_SCALING)";
         return Err(Error::argument(name, required, format!("scaling mode {}", parts.scaling_mode)));
     }
+    scale_array(name, parts, windows.scales)
+}
+
+/// The array of a tensor's scales.
+fn scale_array(name: &str, parts: &TensorParts<'_>, window: Option<Window>) -> Result<Scales> {
     let array = &parts.scale_inv;
     let Some((dtype, shape)) = self::array(array) else { return Err(malformed(name, " rowwise_scale_inv", array)) };
-    Ok(Scales { dtype, shape, data: array.data, window: windows.scales })
+    Ok(Scales { dtype, shape, data: array.data, window })
 }
 
 /// Type and shape of a well-formed array.
@@ -250,6 +284,18 @@ mod tests {
         let windows = Windows { data: None, scales: Some(window) };
         let scales = required(&one, "tokens", raw(1), windows).unwrap().scales.unwrap();
         assert_eq!((scales.shape.sizes(), scales.window), (&[3, 16][..], Some(window)));
+    }
+
+    #[test]
+    fn quantized_rows_bring_their_scales_where_they_may() {
+        let mut one = tensor(&[2, 3, 512], 3);
+        one.0.scaling_mode = 2;
+        one.0.scale_inv = tensor(&[2, 3, 4], 3).0.data;
+        let scales = required_quantized(&one, "recv_tokens", raw(1)).unwrap().scales.unwrap();
+        assert_eq!(scales.shape.sizes(), &[2, 3, 4][..]);
+        let text = required(&one, "tokens", raw(1), Windows::default()).unwrap_err().to_string();
+        assert!(text.ends_with("got scaling mode 2"), "{text}");
+        assert!(required_quantized(&tensor(&[3], 1), "recv_tokens", raw(1)).unwrap().scales.is_none());
     }
 
     #[test]

@@ -86,11 +86,15 @@ pub(crate) trait Arguments {
     const WRITTEN: [bool; MOST_TENSORS];
     /// Whether it writes the handle memory; else it reads it.
     const WRITES_HANDLE: bool = false;
-    /// What the call is, for the comparison with the other ranks'.
-    fn step(&self, layer: &LayerConfig) -> Step;
     /// The tensors that it reads or writes; first the rows that peers reach in zero-copy groups. The others are this rank's
     /// alone.
     fn tensors(&mut self) -> [Option<&mut TensorView>; MOST_TENSORS];
+}
+
+/// What the calls over a layer have besides.
+pub(crate) trait LayerArguments: Arguments {
+    /// What the call is, for the comparison with the other ranks'.
+    fn step(&self, layer: &LayerConfig) -> Step;
 }
 
 impl Arguments for Prepare {
@@ -98,23 +102,21 @@ impl Arguments for Prepare {
     const WRITTEN: [bool; MOST_TENSORS] = [false, true, true, false];
     const WRITES_HANDLE: bool = true;
 
-    fn step(&self, layer: &LayerConfig) -> Step {
-        Step { call: Self::CALL, top_k: layer.top_k, size: 0, dtype: None, weights: false }
-    }
-
     #[inline]
     fn tensors(&mut self) -> [Option<&mut TensorView>; MOST_TENSORS] {
         [Some(&mut self.topk_idx), self.token_counts.as_mut(), self.total.as_mut(), None]
     }
 }
 
+impl LayerArguments for Prepare {
+    fn step(&self, layer: &LayerConfig) -> Step {
+        Step { call: Self::CALL, top_k: layer.top_k, size: 0, dtype: None, weights: false }
+    }
+}
+
 impl Arguments for Dispatch {
     const CALL: Call = Call::Dispatch;
     const WRITTEN: [bool; MOST_TENSORS] = [true, false, false, true];
-
-    fn step(&self, layer: &LayerConfig) -> Step {
-        step(Self::CALL, layer, &self.tokens, self.topk_weights.is_some())
-    }
 
     #[inline]
     fn tensors(&mut self) -> [Option<&mut TensorView>; MOST_TENSORS] {
@@ -123,13 +125,15 @@ impl Arguments for Dispatch {
     }
 }
 
+impl LayerArguments for Dispatch {
+    fn step(&self, layer: &LayerConfig) -> Step {
+        step(Self::CALL, layer, &self.tokens, self.topk_weights.is_some())
+    }
+}
+
 impl Arguments for Combine {
     const CALL: Call = Call::Combine;
     const WRITTEN: [bool; MOST_TENSORS] = [false, true, false, false];
-
-    fn step(&self, layer: &LayerConfig) -> Step {
-        step(Self::CALL, layer, &self.result, false)
-    }
 
     #[inline]
     fn tensors(&mut self) -> [Option<&mut TensorView>; MOST_TENSORS] {
@@ -137,13 +141,15 @@ impl Arguments for Combine {
     }
 }
 
+impl LayerArguments for Combine {
+    fn step(&self, layer: &LayerConfig) -> Step {
+        step(Self::CALL, layer, &self.result, false)
+    }
+}
+
 impl Arguments for DispatchBwd {
     const CALL: Call = Call::DispatchBwd;
     const WRITTEN: [bool; MOST_TENSORS] = [false, true, false, true];
-
-    fn step(&self, layer: &LayerConfig) -> Step {
-        step(Self::CALL, layer, &self.grad_tokens, self.grad_topk_weights.is_some())
-    }
 
     #[inline]
     fn tensors(&mut self) -> [Option<&mut TensorView>; MOST_TENSORS] {
@@ -152,17 +158,25 @@ impl Arguments for DispatchBwd {
     }
 }
 
+impl LayerArguments for DispatchBwd {
+    fn step(&self, layer: &LayerConfig) -> Step {
+        step(Self::CALL, layer, &self.grad_tokens, self.grad_topk_weights.is_some())
+    }
+}
+
 impl Arguments for CombineBwd {
     const CALL: Call = Call::CombineBwd;
     const WRITTEN: [bool; MOST_TENSORS] = [true, false, false, false];
 
-    fn step(&self, layer: &LayerConfig) -> Step {
-        step(Self::CALL, layer, &self.grad, false)
-    }
-
     #[inline]
     fn tensors(&mut self) -> [Option<&mut TensorView>; MOST_TENSORS] {
         [Some(&mut self.grad_expert_out), Some(&mut self.grad), None, None]
+    }
+}
+
+impl LayerArguments for CombineBwd {
+    fn step(&self, layer: &LayerConfig) -> Step {
+        step(Self::CALL, layer, &self.grad, false)
     }
 }
 

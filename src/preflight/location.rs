@@ -170,6 +170,14 @@ pub(crate) fn resident_sms(argument: &str, requested: Option<u32>, places: &[Ran
     }
 }
 
+/// The number of multiprocessors for kernels that take all that a rank has where it is not said, equal on every rank.
+///
+/// # Errors
+/// As [`resident_cap`].
+pub(crate) fn most_of_device(argument: &str, requested: Option<u32>, places: &[RankLocation]) -> Result<u32> {
+    requested.map_or_else(|| Ok(most_resident(places).max(1)), |count| resident_cap(argument, count, places))
+}
+
 /// # Errors
 /// A rank's device that has less than `bytes` free for each of its ranks.
 pub(crate) fn room_for(bytes: u64, places: &[RankLocation]) -> Result<()> {

@@ -6,7 +6,7 @@ use nvte_ep_bindings as b;
 use std::ffi::c_int;
 
 fn_table! {
-    /// NCCL EP's functions, as far as high-throughput mode needs them.
+    /// NCCL EP's functions, as far as the two modes need them.
     pub struct NcclEp, abi "C-unwind";
     required {
         ncclEpGetVersion: fn(*mut c_int) -> b::ncclResult_t;
@@ -18,6 +18,7 @@ fn_table! {
         ncclEpHandleDestroy: fn(b::ncclEpHandle_t) -> b::ncclResult_t;
         ncclEpDispatch: fn(b::ncclEpHandle_t, *const b::ncclEpDispatchInputs_t, *const b::ncclEpDispatchOutputs_t, *const b::ncclEpLayoutInfo_t, *const b::ncclEpDispatchConfig_t, b::cudaStream_t) -> b::ncclResult_t;
         ncclEpCombine: fn(b::ncclEpHandle_t, *const b::ncclEpCombineInputs_t, *const b::ncclEpCombineOutputs_t, *const b::ncclEpCombineConfig_t, b::cudaStream_t) -> b::ncclResult_t;
+        ncclEpComplete: fn(b::ncclEpHandle_t, *const b::ncclEpCompleteConfig_t, b::cudaStream_t) -> b::ncclResult_t;
     }
     optional {}
 }

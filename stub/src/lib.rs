@@ -4,8 +4,8 @@
 
 /// The twin of the primary library's module of this name.
 mod core {
-    use nvte_ep_core::backend::{Communicator, EpGroup};
-    use nvte_ep_core::config::GroupRequest;
+    use nvte_ep_core::backend::{Communicator, EpGroup, LlGroup};
+    use nvte_ep_core::config::{GroupRequest, LlRequest};
     use nvte_ep_core::error::{Error, Result};
     use nvte_ep_core::options::Options;
 
@@ -27,6 +27,21 @@ mod core {
 
     pub(crate) fn current_group() -> Result<EpGroup> {
         Err(Error::NotBuilt)
+    }
+
+    /// # Safety
+    /// None needed: nothing is touched. Unsafe as its twin is.
+    pub(crate) unsafe fn ll_initialize(_comm: Communicator, _request: LlRequest, _options: &Options) -> Result<()> {
+        Err(Error::NotBuilt)
+    }
+
+    pub(crate) fn current_ll_group() -> Result<LlGroup> {
+        Err(Error::NotBuilt)
+    }
+
+    #[expect(clippy::unnecessary_wraps, reason = "the twin's signature")]
+    pub(crate) fn ll_shutdown() -> Result<()> {
+        Ok(())
     }
 
     #[expect(clippy::unnecessary_wraps, reason = "the twin's signature")]

@@ -5,6 +5,9 @@ use nvte_ep_core::backend::Communicator;
 use nvte_ep_core::error::{Error, Result};
 use nvte_ep_core::ffi::comm_window::ncclWindow_t;
 use nvte_ep_core::ffi::ext::{self, NVTEEpExtMemoryUsage, NVTEEpExtOptions, NVTEEpExtRecvTotals, NVTEEpExtStats};
+use nvte_ep_core::ffi::low_latency::{
+    NVTEEpExtLLConfig, NVTEEpExtLLMemoryUsage, ll_combine_of, ll_dispatch_of, ll_handle_of, send_only_of,
+};
 use nvte_ep_core::ffi::types::{NVTETensor, cudaStream_t};
 use nvte_ep_core::ffi::versioned::write_versioned;
 use nvte_ep_core::ffi::view::{Windows, required};
@@ -263,6 +266,153 @@ pub(crate) unsafe fn nvte_ep_ext_window_register(
 /// Throws for any other address, and as nvte_ep_ext_symm_alloc.
 pub(crate) fn nvte_ep_ext_window_deregister(ptr: *mut c_void) -> Result<()> {
     core::current_group()?.window_deregister(ptr.addr() as u64)
+}
+
+/// Makes the current device's low-latency group, for steps of few tokens (docs/low_latency.md); collective. It may be there beside
+/// the group of nvte_ep_initialize, over the same communicator, and has a life of its own.
+///
+/// Low latency always runs over NCCL EP: the native engine has no such mode.
+///
+/// ep_comm: an ncclComm_t over exactly the ranks of the group, on the calling thread's current device. It is borrowed and must
+/// outlive nvte_ep_ext_ll_shutdown.
+/// config: the same on every rank.
+/// options: NULL, or options of which only timeout_ms, shutdown_timeout_ms and backend (nccl_ep, auto) are set.
+/// Throws for a bad configuration, where NCCL EP or what it needs is missing, and, on every rank, when ranks differ or one
+/// cannot take part.
+///
+/// # Safety
+/// ep_comm is NULL, which throws, or a live communicator; config is NULL, which throws, or points to a configuration.
+pub(crate) unsafe fn nvte_ep_ext_ll_initialize(
+    ep_comm: *mut c_void,
+    config: *const NVTEEpExtLLConfig,
+    options: *const NVTEEpExtOptions,
+) -> Result<()> {
+    core::refuse_other_abi()?;
+    // SAFETY: the caller vouches for the configuration.
+    let request = unsafe { NVTEEpExtLLConfig::read(config) }?;
+    let options = ext::options_read(options)?;
+    let comm = Communicator(ep_comm.expose_provenance());
+    // SAFETY: the caller vouches for the communicator.
+    unsafe { core::ll_initialize(comm, request, &options) }
+}
+
+/// Ends the current device's low-latency group: waits for its queued work and for the other ranks. Collective; without such a
+/// group nothing happens. nvte_ep_shutdown does not end it.
+///
+/// Throws while an operation is staged: complete it first; and for what fails on the way, when the group is gone all the same.
+pub(crate) fn nvte_ep_ext_ll_shutdown() -> Result<()> {
+    core::ll_shutdown()
+}
+
+/// Bytes of device memory that each handle needs; host only. The memory is the caller's, at a multiple of 256. A handle is
+/// the address of its memory, and as many may be in use as there is memory for.
+///
+/// Throws without a low-latency group.
+pub(crate) fn nvte_ep_ext_ll_handle_mem_size() -> Result<usize> {
+    core::current_ll_group()?.handle_mem_size()
+}
+
+/// Sends each token's row to the ranks of its experts, and receives theirs. Collective; there is no nvte_ep_prepare before it.
+/// Shapes: T = tokens of this rank in this step (0 to max_tokens_per_rank), H = hidden size, K = experts per token (1 to
+/// num_topk), L = num_experts / ep_size, S = ep_size * max_tokens_per_rank. All are exact.
+///
+/// handle_mem: 1D, byte, of nvte_ep_ext_ll_handle_mem_size. It stays as it is, where it is, until the step's combine is done.
+/// topk_idx: [T, K] int64 or int32: different experts in each row; a negative one sends nothing. The device reads it again in
+/// nvte_ep_ext_ll_combine. Numbers of num_experts or more, and doubles, are not looked for: with them NCCL EP writes out of
+/// bounds.
+/// tokens: [T, H] bfloat16, float16 or float32, rows of a multiple of 512 bytes; or MXFP8 (NVTE_MXFP8_1D_SCALING), H a multiple
+/// of 512, scales [T, H / 32] uint8 (kNVTEFloat8E8M0).
+/// recv_tokens: [L, S, H], of the same type; receives the rows of each local expert, from the first of its slab on and in no
+/// order. With MXFP8 tokens also scales, [L, S, H / 32]. Or, for bfloat16 tokens, kNVTEFloat8E4M3 with NVTE_BLOCK_SCALING_1D and
+/// scales [L, S, H / 128] float32: then rows are quantized before they are sent, with a scale for each 128 values; H is a
+/// multiple of 512.
+/// counts: [L] int32; receives the number of rows of each local expert. Rows behind it are left as they are.
+/// send_only: 1 = only the first half, which sends: the step goes on with nvte_ep_ext_ll_complete on the same stream, before
+/// any other call of the group. All tensors and the handle memory belong to the call until then. 0 = all of it.
+/// Throws for tensors that break a rule, and while an operation is staged.
+///
+/// # Safety
+/// Tensors describe device memory that lives until the queued work is done; stream is a stream of the current device.
+pub(crate) unsafe fn nvte_ep_ext_ll_dispatch(
+    handle_mem: NVTETensor,
+    topk_idx: NVTETensor,
+    tokens: NVTETensor,
+    recv_tokens: NVTETensor,
+    counts: NVTETensor,
+    send_only: c_int,
+    stream: cudaStream_t,
+) -> Result<()> {
+    let group = core::current_ll_group()?;
+    let send_only = send_only_of(send_only)?;
+    let tensors = Tensors::open();
+    let mut call = ll_dispatch_of(&tensors, topk_idx, tokens, recv_tokens, counts)?;
+    let mem = ll_handle_of(&tensors, handle_mem)?;
+    tensors.close();
+    // SAFETY: the caller vouches for tensors and stream.
+    group.dispatch(&mem, &mut call, send_only, unsafe { Stream::bind(stream.expose_provenance()) })
+}
+
+/// Sums the rows of each token, multiplied by its weights, back on the token's rank, in the order of its K experts and in
+/// float32. Collective. Tokens without an expert get zeroes.
+///
+/// handle_mem: as given to the nvte_ep_ext_ll_dispatch of the step.
+/// topk_idx: [T, K], as given there.
+/// topk_weights: [T, K] float32.
+/// expert_out: [L, S, H] bfloat16, float16 or float32; the experts' results in the places of recv_tokens. The type and H may be
+/// others than dispatch's, within the group's hidden_dim and max_token_dtype.
+/// result: [T, H], of the same type.
+/// send_only: as in nvte_ep_ext_ll_dispatch.
+/// Throws for tensors that break a rule, when nothing was dispatched over handle_mem, and while an operation is staged.
+///
+/// # Safety
+/// As nvte_ep_ext_ll_dispatch.
+pub(crate) unsafe fn nvte_ep_ext_ll_combine(
+    handle_mem: NVTETensor,
+    topk_idx: NVTETensor,
+    topk_weights: NVTETensor,
+    expert_out: NVTETensor,
+    result: NVTETensor,
+    send_only: c_int,
+    stream: cudaStream_t,
+) -> Result<()> {
+    let group = core::current_ll_group()?;
+    let send_only = send_only_of(send_only)?;
+    let tensors = Tensors::open();
+    let mut call = ll_combine_of(&tensors, topk_idx, topk_weights, expert_out, result)?;
+    let mem = ll_handle_of(&tensors, handle_mem)?;
+    tensors.close();
+    // SAFETY: the caller vouches for tensors and stream.
+    group.combine(&mem, &mut call, send_only, unsafe { Stream::bind(stream.expose_provenance()) })
+}
+
+/// The second half of the dispatch or combine that was called with send_only = 1: waits on the device for the other ranks' rows.
+/// Collective. In a graph both halves are captured, in one graph.
+///
+/// handle_mem, stream: as given there.
+/// Throws when nothing is staged, or was with another handle_mem or stream.
+///
+/// # Safety
+/// As nvte_ep_ext_ll_dispatch.
+pub(crate) unsafe fn nvte_ep_ext_ll_complete(handle_mem: NVTETensor, stream: cudaStream_t) -> Result<()> {
+    let group = core::current_ll_group()?;
+    let tensors = Tensors::open();
+    let mem = ll_handle_of(&tensors, handle_mem)?;
+    tensors.close();
+    // SAFETY: the caller vouches for memory and stream.
+    group.complete(&mem, unsafe { Stream::bind(stream.expose_provenance()) })
+}
+
+/// Tells how much device memory the current device's low-latency group takes on this rank; host only.
+///
+/// usage: receives the numbers; struct_size is set before.
+/// Throws without such a group.
+///
+/// # Safety
+/// usage is NULL, which throws, or points to as many bytes as its struct_size says.
+pub(crate) unsafe fn nvte_ep_ext_ll_memory_usage(usage: *mut NVTEEpExtLLMemoryUsage) -> Result<()> {
+    let found = core::current_ll_group()?.memory_usage()?;
+    // SAFETY: the caller vouches for the structure.
+    unsafe { write_versioned("usage", usage, found.into()) }
 }
 
 /// # Safety

@@ -13,6 +13,8 @@ use nvte_ep_core::ffi::ext::NVTEEpExtMemoryUsage;
 use nvte_ep_core::ffi::ext::NVTEEpExtOptions;
 use nvte_ep_core::ffi::ext::NVTEEpExtRecvTotals;
 use nvte_ep_core::ffi::ext::NVTEEpExtStats;
+use nvte_ep_core::ffi::low_latency::NVTEEpExtLLConfig;
+use nvte_ep_core::ffi::low_latency::NVTEEpExtLLMemoryUsage;
 use nvte_ep_core::ffi::status::{self, NVTEEpStatus};
 use nvte_ep_core::ffi::types::NVTETensor;
 use nvte_ep_core::ffi::types::cudaStream_t;
@@ -200,4 +202,115 @@ pub unsafe extern "C" fn nvte_ep_try_ext_window_register(
 #[unsafe(no_mangle)]
 pub extern "C" fn nvte_ep_try_ext_window_deregister(ptr: *mut c_void) -> NVTEEpStatus {
     status::of("nvte_ep_ext_window_deregister", || crate::ext::nvte_ep_ext_window_deregister(ptr))
+}
+
+/// nvte_ep_ext_ll_initialize, returning a status.
+///
+/// # Safety
+/// As nvte_ep_ext_ll_initialize.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvte_ep_try_ext_ll_initialize(
+    ep_comm: *mut c_void,
+    config: *const NVTEEpExtLLConfig,
+    options: *const NVTEEpExtOptions,
+) -> NVTEEpStatus {
+    status::of("nvte_ep_ext_ll_initialize", || {
+        // SAFETY: the caller vouches for all that the surface asks for.
+        unsafe { crate::ext::nvte_ep_ext_ll_initialize(ep_comm, config, options) }
+    })
+}
+
+/// nvte_ep_ext_ll_shutdown, returning a status.
+#[unsafe(no_mangle)]
+pub extern "C" fn nvte_ep_try_ext_ll_shutdown() -> NVTEEpStatus {
+    status::of("nvte_ep_ext_ll_shutdown", || crate::ext::nvte_ep_ext_ll_shutdown())
+}
+
+/// nvte_ep_ext_ll_handle_mem_size, returning a status.
+///
+/// result: receives what nvte_ep_ext_ll_handle_mem_size returns.
+///
+/// # Safety
+/// As nvte_ep_ext_ll_handle_mem_size; result is NULL, which is an error, or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvte_ep_try_ext_ll_handle_mem_size(result: *mut usize) -> NVTEEpStatus {
+    let call = || crate::ext::nvte_ep_ext_ll_handle_mem_size();
+    // SAFETY: the caller vouches for the result.
+    unsafe { status::with_result("nvte_ep_ext_ll_handle_mem_size", result, call) }
+}
+
+/// nvte_ep_ext_ll_dispatch, returning a status.
+///
+/// # Safety
+/// As nvte_ep_ext_ll_dispatch.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvte_ep_try_ext_ll_dispatch(
+    handle_mem: NVTETensor,
+    topk_idx: NVTETensor,
+    tokens: NVTETensor,
+    recv_tokens: NVTETensor,
+    counts: NVTETensor,
+    send_only: c_int,
+    stream: cudaStream_t,
+) -> NVTEEpStatus {
+    status::of("nvte_ep_ext_ll_dispatch", || {
+        // SAFETY: the caller vouches for all that the surface asks for.
+        unsafe {
+            crate::ext::nvte_ep_ext_ll_dispatch(handle_mem, topk_idx, tokens, recv_tokens, counts, send_only, stream)
+        }
+    })
+}
+
+/// nvte_ep_ext_ll_combine, returning a status.
+///
+/// # Safety
+/// As nvte_ep_ext_ll_combine.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvte_ep_try_ext_ll_combine(
+    handle_mem: NVTETensor,
+    topk_idx: NVTETensor,
+    topk_weights: NVTETensor,
+    expert_out: NVTETensor,
+    result: NVTETensor,
+    send_only: c_int,
+    stream: cudaStream_t,
+) -> NVTEEpStatus {
+    status::of("nvte_ep_ext_ll_combine", || {
+        // SAFETY: the caller vouches for all that the surface asks for.
+        unsafe {
+            crate::ext::nvte_ep_ext_ll_combine(
+                handle_mem,
+                topk_idx,
+                topk_weights,
+                expert_out,
+                result,
+                send_only,
+                stream,
+            )
+        }
+    })
+}
+
+/// nvte_ep_ext_ll_complete, returning a status.
+///
+/// # Safety
+/// As nvte_ep_ext_ll_complete.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvte_ep_try_ext_ll_complete(handle_mem: NVTETensor, stream: cudaStream_t) -> NVTEEpStatus {
+    status::of("nvte_ep_ext_ll_complete", || {
+        // SAFETY: the caller vouches for all that the surface asks for.
+        unsafe { crate::ext::nvte_ep_ext_ll_complete(handle_mem, stream) }
+    })
+}
+
+/// nvte_ep_ext_ll_memory_usage, returning a status.
+///
+/// # Safety
+/// As nvte_ep_ext_ll_memory_usage.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvte_ep_try_ext_ll_memory_usage(usage: *mut NVTEEpExtLLMemoryUsage) -> NVTEEpStatus {
+    status::of("nvte_ep_ext_ll_memory_usage", || {
+        // SAFETY: the caller vouches for all that the surface asks for.
+        unsafe { crate::ext::nvte_ep_ext_ll_memory_usage(usage) }
+    })
 }

@@ -6,7 +6,9 @@ mod core {
     use nvte_ep_core::error::Result;
     use nvte_ep_core::ffi::Abi;
 
-    pub(crate) use nvte_ep_core::backend::{current_group, initialize, shutdown};
+    pub(crate) use nvte_ep_core::backend::{
+        current_group, current_ll_group, initialize, ll_initialize, ll_shutdown, shutdown,
+    };
     pub(crate) use nvte_ep_core::ffi::ForeignTensors as Tensors;
     pub(crate) use nvte_ep_core::ffi::te::NVTEEpGroupConfig;
 

@@ -6,6 +6,9 @@ mod invalid_indices;
 mod native;
 mod nccl_ep;
 
+/// Low-latency groups, which are NCCL EP's: the native engine has no such mode.
+pub(super) use nccl_ep::low_latency;
+
 use super::communicator::Communicator;
 use crate::config::{GroupConfig, GroupRequest, LayerConfig};
 use crate::env::Env;

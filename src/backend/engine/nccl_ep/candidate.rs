@@ -5,11 +5,13 @@ use super::Group;
 use super::topk_idx::IndexCopier;
 use crate::backend::engine::Machine;
 use crate::config::GroupConfig;
-use crate::env::RuntimeKind;
+use crate::env::{Env, RuntimeKind};
 use crate::error::{Error, Result};
 use crate::options::Options;
 use crate::preflight::{self, GroupVariables, RankLocation, SmCounts};
-use crate::sys::{self, NcclEpLibrary};
+use crate::sys::cuda::DeviceFacts;
+use crate::sys::nccl::CommFacts;
+use crate::sys::{self, Base, NcclEpLibrary};
 use nvte_ep_bindings as b;
 use std::path::Path;
 
@@ -31,19 +33,9 @@ impl Fit {
 impl Candidate {
     pub(in crate::backend) fn find(machine: &Machine<'_>) -> Result<Self> {
         let Machine { base, env, device, facts, comm_facts, nccl, config, options, .. } = machine;
-        let (device, nccl) = (*device, *nccl);
-        preflight::device(device, facts)?;
-        preflight::nccl_version(nccl)?;
-        preflight::surroundings(base, facts, comm_facts)?;
-        let library = sys::nccl_ep(base, env)?;
-        preflight::separate_sms(config, options, library)?;
-        match base.runtime {
-            RuntimeKind::Cuda => preflight::jit(base, library, nccl, env.timeout)?.export(),
-            RuntimeKind::Host => preflight::host_compiler(library)?,
-        }
-        let (path, version) = (library.path.as_deref().unwrap_or(Path::new("")), library.functions.version()?);
-        tracing::info!(target: "nvte_ep", path = %path.display(), version, "NCCL EP");
-        Ok(Self { library, index_copier: IndexCopier::load(&base.cuda, device)? })
+        let needs_library = |library: &_| preflight::separate_sms(config, options, library);
+        let library = find_library(base, env, (*device, facts), comm_facts, *nccl, needs_library)?;
+        Ok(Self { library, index_copier: IndexCopier::load(&base.cuda, *device)? })
     }
 
     pub(in crate::backend) fn location(machine: &Machine<'_>, found: Option<&Self>) -> RankLocation {
@@ -65,13 +57,39 @@ impl Candidate {
         // SAFETY: passed on.
         let group = unsafe { Group::create(machine, library, index_copier, sms.dispatch.max(sms.combine)) };
         drop(variables);
-        group.map_err(|error| {
-            // InvalidUsage is all that a refused NCCL version comes back as; the library's reason goes to stderr.
-            let refused = matches!(&error, Error::Library { code, .. } if *code == i64::from(b::ncclInvalidUsage));
-            match library.version_gate(machine.nccl).filter(|_| refused) {
-                Some(problem) => Error::Preflight { problem: error.to_string(), remedy: problem },
-                None => error,
-            }
-        })
+        group.map_err(|error| explain_refusal(error, library, machine.nccl))
+    }
+}
+
+/// NCCL EP, and all that it needs here to run. `more` is asked about the library before its compiler is looked for.
+pub(super) fn find_library(
+    base: &'static Base,
+    env: &Env,
+    (device, facts): (i32, &DeviceFacts),
+    comm: &CommFacts,
+    nccl: i32,
+    more: impl FnOnce(&NcclEpLibrary) -> Result<()>,
+) -> Result<&'static NcclEpLibrary> {
+    preflight::device(device, facts)?;
+    preflight::nccl_version(nccl)?;
+    preflight::surroundings(base, facts, comm)?;
+    let library = sys::nccl_ep(base, env)?;
+    more(library)?;
+    match base.runtime {
+        RuntimeKind::Cuda => preflight::jit(base, library, nccl, env.timeout)?.export(),
+        RuntimeKind::Host => preflight::host_compiler(library)?,
+    }
+    let (path, version) = (library.path.as_deref().unwrap_or(Path::new("")), library.functions.version()?);
+    tracing::info!(target: "nvte_ep", path = %path.display(), version, "NCCL EP");
+    Ok(library)
+}
+
+/// An error of the group's creation, with the reason that a library has for refusing the NCCL that runs.
+pub(super) fn explain_refusal(error: Error, library: &NcclEpLibrary, nccl: i32) -> Error {
+    // InvalidUsage is all that a refused NCCL version comes back as; the library's reason goes to stderr.
+    let refused = matches!(&error, Error::Library { code, .. } if *code == i64::from(b::ncclInvalidUsage));
+    match library.version_gate(nccl).filter(|_| refused) {
+        Some(problem) => Error::Preflight { problem: error.to_string(), remedy: problem },
+        None => error,
     }
 }

@@ -49,20 +49,27 @@ ep_struct! {
     ncclEpCombineInputs_t: b::EP_STRUCT_MAGIC;
     ncclEpCombineOutputs_t: b::EP_STRUCT_MAGIC;
     ncclEpCombineConfig_t: b::EP_STRUCT_MAGIC;
+    ncclEpCompleteConfig_t: b::EP_STRUCT_MAGIC;
 }
 
-/// One tensor for NCCL EP: matrices and vectors.
+/// One tensor for NCCL EP, of at most so many dimensions: high-throughput mode has matrices and vectors.
 #[derive(Debug)]
-pub(crate) struct Descriptor {
+pub(crate) struct Descriptor<const DIMS: usize = 2> {
     raw: b::ncclEpTensor_t,
-    sizes: [usize; 2],
+    sizes: [usize; DIMS],
 }
+
+/// A tensor of low-latency mode, where received rows are three-dimensional.
+pub(crate) type LlDescriptor = Descriptor<3>;
+
+// SAFETY: addresses of device memory, and of the sizes beside them.
+unsafe impl<const DIMS: usize> Send for Descriptor<DIMS> {}
 
 /// A pointer to a descriptor's C structure, valid while the descriptor is borrowed.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DescriptorPtr<'a> {
     pub(crate) raw: *mut b::ncclEpTensor_t,
-    borrowed: PhantomData<&'a Descriptor>,
+    borrowed: PhantomData<&'a ()>,
 }
 
 impl Descriptor {
@@ -92,6 +99,23 @@ impl Descriptor {
         self
     }
 
+}
+
+impl LlDescriptor {
+    /// A descriptor of `view`, by its address: a staged operation's window would be looked up in a copy that is gone by then.
+    pub(crate) fn of_address(view: &TensorView) -> Self {
+        let kept = view.shape.sizes();
+        let mut sizes = [0; 3];
+        sizes[..kept.len()].copy_from_slice(kept);
+        let mut raw = b::ncclEpTensor_t::with_header();
+        raw.ndim = kept.len() as u32;
+        raw.datatype = view.dtype.nccl().expect("ops admits types that NCCL knows");
+        raw.data = std::ptr::with_exposed_provenance_mut(view.data as usize);
+        Self { raw, sizes }
+    }
+}
+
+impl<const DIMS: usize> Descriptor<DIMS> {
     /// The C structure, pointing at the sizes where they lie now; the borrow keeps both in place.
     #[inline]
     pub(crate) fn bind(&mut self) -> DescriptorPtr<'_> {
@@ -102,7 +126,7 @@ impl Descriptor {
 
 /// The pointer of an optional descriptor; null for none.
 #[inline]
-pub(crate) fn bind_optional(descriptor: &mut Option<Descriptor>) -> *mut b::ncclEpTensor_t {
+pub(crate) fn bind_optional<const DIMS: usize>(descriptor: &mut Option<Descriptor<DIMS>>) -> *mut b::ncclEpTensor_t {
     descriptor.as_mut().map_or(std::ptr::null_mut(), |descriptor| descriptor.bind().raw)
 }
 
@@ -134,6 +158,18 @@ mod tests {
         // SAFETY: bound just now.
         let raw = unsafe { &*descriptor.bind().raw };
         assert_eq!((raw.win_hdl as usize, raw.win_offset, raw.data.is_null(), raw.ndim), (0x40, 4096, true, 1));
+    }
+
+    #[test]
+    fn three_dimensions_go_by_their_address() {
+        let mut tensor = view("recv_tokens", DType::Float8E4M3, &[4, 256, 512]);
+        tensor.window = Window::new(0x40, 4096);
+        let mut descriptor = LlDescriptor::of_address(&tensor);
+        // SAFETY: bound just now.
+        let raw = unsafe { &*descriptor.bind().raw };
+        assert_eq!((raw.ndim, raw.data as usize, raw.win_hdl.is_null()), (3, 0x1000, true));
+        // SAFETY: three sizes lie behind the pointer.
+        assert_eq!(unsafe { std::slice::from_raw_parts(raw.sizes, 3) }, [4, 256, 512]);
     }
 
     #[test]

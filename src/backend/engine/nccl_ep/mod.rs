@@ -1,8 +1,9 @@
-//! The NCCL EP driver: high-throughput mode, expert-major layout.
+//! The NCCL EP driver: high-throughput mode, expert-major layout; and low-latency mode, in `low_latency`.
 
 mod caller;
 mod candidate;
 mod desc;
+pub(in crate::backend) mod low_latency;
 mod topk_idx;
 
 pub(super) use candidate::{Candidate, Fit};
