@@ -130,3 +130,4 @@ NO_OP(ncclEpUpdateHandle, void* handle, const void* topk_idx, const void* layout
 NO_OP(ncclEpHandleDestroy, void* handle)
 NO_OP(ncclEpDispatch, void* handle, const void* inputs, const void* outputs, const void* layout, const void* config, void* stream)
 NO_OP(ncclEpCombine, void* handle, const void* inputs, const void* outputs, const void* config, void* stream)
+NO_OP(ncclEpComplete, void* handle, const void* config, void* stream)
