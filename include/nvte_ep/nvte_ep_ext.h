@@ -500,7 +500,7 @@ size_t nvte_ep_ext_ll_handle_mem_size(void);
  * order. With MXFP8 tokens also scales, [L, S, H / 32]. Or, for bfloat16 tokens, kNVTEFloat8E4M3 with NVTE_BLOCK_SCALING_1D and
  * scales [L, S, H / 128] float32: then rows are quantized before they are sent, with a scale for each 128 values; H is a
  * multiple of 512.
- * counts: [L] int32; receives the number of rows of each local expert. Rows behind it are left as they are.
+ * counts: [L] int32; receives the number of rows of each local expert. Read no row behind them.
  * send_only: 1 = only the first half, which sends: the step goes on with nvte_ep_ext_ll_complete on the same stream, before
  * any other call of the group. All tensors and the handle memory belong to the call until then. 0 = all of it.
  * Throws for tensors that break a rule, and while an operation is staged.
