@@ -1,4 +1,4 @@
-//! The core of nvte-ep: expert-parallel dispatch and combine, over NCCL EP's high-throughput mode.
+//! The core of nvte-ep: expert-parallel dispatch and combine, over NCCL EP's high-throughput mode and, for few tokens, its low-latency one.
 //!
 //! This crate is internal: anything of it may change with any version. Rust programs use the crate `nvte-ep` (`rust/`), and C and
 //! C++ programs the libraries of `abi/`; both are thin surfaces over this one.

@@ -234,11 +234,10 @@ impl Options {
     pub fn check_low_latency(&self) -> Result<()> {
         if self.backend == EngineChoice::Native {
             let required = "must be nccl_ep or auto for a low-latency group";
-            return Err(Error::argument("option backend", required, "native").with_remedy(
-                "the native engine has no low-latency mode: such groups always run over NCCL EP",
-            ));
+            return Err(Error::argument("option backend", required, "native")
+                .with_remedy("the native engine has no low-latency mode: such groups always run over NCCL EP"));
         }
-        const USED: [&str; 3] = ["timeout_ms", "shutdown_timeout_ms", "backend"];
+        const USED: [&str; 4] = ["timeout_ms", "shutdown_timeout_ms", "backend", "undocumented_scale"];
         for name in Self::names().filter(|name| !USED.contains(name)) {
             let found = self.get(name)?;
             if found != Self::default().get(name)? {

@@ -393,8 +393,9 @@ fn sm_counts(config: &GroupConfig, options: &Options, places: &[RankLocation], e
 ///
 /// # Errors
 /// The same on every rank.
-pub(crate) fn ll_fit(config: &LlConfig, places: &[RankLocation]) -> Result<u32> {
-    location::domains(places)?;
+pub(crate) fn ll_fit(config: &LlConfig, options: &Options, places: &[RankLocation]) -> Result<u32> {
+    domains::check(places, options.undocumented_scale)?;
+    domains::warnings(places).iter().for_each(|text| tracing::warn!(target: "nvte_ep", "{text}"));
     room_for(ll_group_bytes(config).iter().sum(), places)?;
     let given = match variables::count(variables::DISPATCH_COUNTS[1], &process)? {
         // NCCL EP takes it before the group's.

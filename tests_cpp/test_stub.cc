@@ -43,6 +43,17 @@ TEST(Stub, AdditionsNameTheRemedyToo) {
   EXPECT_TRUE(Throws("nvte_ep_ext_is_symmetric", kRemedy, [&] { nvte_ep_ext_is_symmetric(memory); }));
   EXPECT_TRUE(Throws("nvte_ep_ext_window_register", kRemedy, [&] { nvte_ep_ext_window_register(memory, 1, nullptr); }));
   EXPECT_TRUE(Throws("nvte_ep_ext_window_deregister", kRemedy, [&] { nvte_ep_ext_window_deregister(memory); }));
+  NVTETensor const none = nullptr;
+  EXPECT_TRUE(
+      Throws("nvte_ep_ext_ll_initialize", kRemedy, [] { nvte_ep_ext_ll_initialize(nullptr, nullptr, nullptr); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_ll_handle_mem_size", kRemedy, [] { nvte_ep_ext_ll_handle_mem_size(); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_ll_dispatch", kRemedy,
+                     [&] { nvte_ep_ext_ll_dispatch(none, none, none, none, none, 0, nullptr); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_ll_combine", kRemedy,
+                     [&] { nvte_ep_ext_ll_combine(none, none, none, none, none, 0, nullptr); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_ll_complete", kRemedy, [&] { nvte_ep_ext_ll_complete(none, nullptr); }));
+  EXPECT_TRUE(Throws("nvte_ep_ext_ll_memory_usage", kRemedy, [] { nvte_ep_ext_ll_memory_usage(nullptr); }));
+  EXPECT_NO_THROW(nvte_ep_ext_ll_shutdown());
   EXPECT_NO_THROW(nvte_ep_ext_options_destroy(nullptr));
 }
 

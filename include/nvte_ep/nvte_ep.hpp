@@ -78,6 +78,15 @@ class Tensor {
     return made;
   }
 
+  /** Rows of float8_e4m3 with a float32 scale for each 128 values, in slabs: [slabs, rows, hidden] and [slabs, rows, hidden / 128].
+      As recv_tokens of a low-latency dispatch they ask for rows that are quantized on the way. */
+  static Tensor quantized(const void* data, const void* scales, std::size_t slabs, std::size_t rows, std::size_t hidden) {
+    Tensor made(NVTE_BLOCK_SCALING_1D);
+    made.set(kNVTERowwiseData, data, kNVTEFloat8E4M3, {slabs, rows, hidden});
+    made.set(kNVTERowwiseScaleInv, scales, kNVTEFloat32, {slabs, rows, hidden / 128});
+    return made;
+  }
+
   Tensor(Tensor&& other) noexcept : tensor_(std::exchange(other.tensor_, nullptr)) {}
   Tensor& operator=(Tensor&& other) noexcept {
     std::swap(tensor_, other.tensor_);
@@ -409,6 +418,114 @@ class SymmetricMemory {
   void* data_ = nullptr;
   ncclWindow_t window_ = nullptr;
   std::uint64_t offset_ = 0;
+};
+
+/** What a low-latency group is made of; the same on every rank. */
+struct LowLatencyConfig {
+  int ep_size = 0;
+  int num_experts = 0;
+  int max_tokens_per_rank = 0;
+  int hidden_dim = 0;
+  /** Most experts per token. */
+  int num_topk = 0;
+  /** 0 = all that a rank has. */
+  int max_num_sms = 0;
+  NVTEDType max_token_dtype = kNVTEBFloat16;
+};
+
+/** Arguments of a low-latency dispatch; nvte_ep_ext.h has the shapes. */
+struct LowLatencyDispatch {
+  Argument topk_idx;
+  Argument tokens;
+  Argument recv_tokens;
+  Argument counts;
+};
+
+/** Arguments of a low-latency combine. */
+struct LowLatencyCombine {
+  Argument topk_idx;
+  Argument topk_weights;
+  Argument expert_out;
+  Argument result;
+};
+
+/** The low-latency group of the thread's current device, until this ends; beside a Group or without one. */
+class LowLatencyGroup {
+ public:
+  /** comm: an ncclComm_t, which outlives this. Collective. */
+  LowLatencyGroup(void* comm, const LowLatencyConfig& config) : LowLatencyGroup(comm, config, nullptr) {}
+  LowLatencyGroup(void* comm, const LowLatencyConfig& config, const Options& options)
+      : LowLatencyGroup(comm, config, options.raw()) {}
+  LowLatencyGroup(LowLatencyGroup&& other) noexcept : is_live_(std::exchange(other.is_live_, false)) {}
+  LowLatencyGroup& operator=(LowLatencyGroup&&) = delete;
+  LowLatencyGroup(const LowLatencyGroup&) = delete;
+  LowLatencyGroup& operator=(const LowLatencyGroup&) = delete;
+  /** As shutdown(), of which errors are lost here. */
+  ~LowLatencyGroup() {
+    try {
+      shutdown();
+    } catch (const std::exception&) {
+    }
+  }
+
+  /** Ends the group: waits for queued work and for the other ranks. Throws while an operation is staged, and the group stays. */
+  void shutdown() {
+    if (is_live_) nvte_ep_ext_ll_shutdown();
+    is_live_ = false;
+  }
+
+  /** Device memory that a handle needs, at a multiple of 256. */
+  std::size_t handle_bytes() const { return nvte_ep_ext_ll_handle_mem_size(); }
+
+  NVTEEpExtLLMemoryUsage memory_usage() const {
+    NVTEEpExtLLMemoryUsage usage = {};
+    usage.struct_size = sizeof usage;
+    nvte_ep_ext_ll_memory_usage(&usage);
+    return usage;
+  }
+
+ private:
+  LowLatencyGroup(void* comm, const LowLatencyConfig& from, const NVTEEpExtOptions* options) {
+    NVTEEpExtLLConfig config = {};
+    config.struct_size = sizeof config;
+    config.ep_size = from.ep_size;
+    config.num_experts = from.num_experts;
+    config.max_tokens_per_rank = from.max_tokens_per_rank;
+    config.hidden_dim = from.hidden_dim;
+    config.num_topk = from.num_topk;
+    config.max_num_sms = from.max_num_sms;
+    config.max_token_dtype = from.max_token_dtype;
+    nvte_ep_ext_ll_initialize(comm, &config, options);
+    is_live_ = true;
+  }
+
+  bool is_live_ = false;
+};
+
+/** Who sent which row in a step of a low-latency group, in device memory of the caller, and the calls over it. */
+class LowLatencyHandle {
+ public:
+  /** memory: group.handle_bytes() bytes. */
+  LowLatencyHandle(const LowLatencyGroup& group, void* memory) : memory_(memory, kNVTEByte, {group.handle_bytes()}) {}
+
+  void dispatch(const LowLatencyDispatch& call, cudaStream_t stream) const { dispatch(call, 0, stream); }
+  void combine(const LowLatencyCombine& call, cudaStream_t stream) const { combine(call, 0, stream); }
+  /** The first half; complete() is the other, on the same stream and before any other call of the group. */
+  void send_dispatch(const LowLatencyDispatch& call, cudaStream_t stream) const { dispatch(call, 1, stream); }
+  void send_combine(const LowLatencyCombine& call, cudaStream_t stream) const { combine(call, 1, stream); }
+  void complete(cudaStream_t stream) const { nvte_ep_ext_ll_complete(memory_.get(), stream); }
+
+ private:
+  void dispatch(const LowLatencyDispatch& call, int send_only, cudaStream_t stream) const {
+    nvte_ep_ext_ll_dispatch(memory_.get(), call.topk_idx.tensor, call.tokens.tensor, call.recv_tokens.tensor,
+                            call.counts.tensor, send_only, stream);
+  }
+  void combine(const LowLatencyCombine& call, int send_only, cudaStream_t stream) const {
+    nvte_ep_ext_ll_combine(memory_.get(), call.topk_idx.tensor, call.topk_weights.tensor, call.expert_out.tensor,
+                           call.result.tensor, send_only, stream);
+  }
+
+  Tensor memory_;
 };
 
 }  // namespace nvte_ep

@@ -458,7 +458,7 @@ void nvte_ep_ext_window_deregister(void *ptr);
  * ep_comm: an ncclComm_t over exactly the ranks of the group, on the calling thread's current device. It is borrowed and must
  * outlive nvte_ep_ext_ll_shutdown.
  * config: the same on every rank.
- * options: NULL, or options of which only timeout_ms, shutdown_timeout_ms and backend (nccl_ep, auto) are set.
+ * options: NULL, or options of which only timeout_ms, shutdown_timeout_ms, undocumented_scale and backend (nccl_ep, auto) are set.
  * Throws for a bad configuration, where NCCL EP or what it needs is missing, and, on every rank, when ranks differ or one
  * cannot take part.
  *

@@ -142,11 +142,7 @@ pub(super) fn enter(cuda: &Cuda, last: &mut Option<Stream>, stream: Stream) -> R
     if *last != Some(stream) && !stream.is_legacy() {
         if !cuda.is_of_current_context(stream)? {
             let required = "must be a stream of the calling thread's current device, which is the group's";
-            return Err(Error::argument(
-                "stream",
-                required,
-                format!("{:#x}, one of another device", stream.address()),
-            ));
+            return Err(Error::argument("stream", required, format!("{:#x}, one of another device", stream.address())));
         }
         *last = Some(stream);
     }

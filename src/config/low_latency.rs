@@ -59,15 +59,8 @@ impl TryFrom<LlRequest> for LlConfig {
     type Error = Error;
 
     fn try_from(request: LlRequest) -> Result<Self> {
-        let LlRequest {
-            ep_size,
-            num_experts,
-            max_tokens_per_rank,
-            hidden_dim,
-            num_topk,
-            max_num_sms,
-            max_token_dtype,
-        } = request;
+        let LlRequest { ep_size, num_experts, max_tokens_per_rank, hidden_dim, num_topk, max_num_sms, max_token_dtype } =
+            request;
         let positive = |name: &str, value: i32| {
             let found = u32::try_from(value).ok().filter(|value| *value > 0);
             found.ok_or_else(|| Error::argument(field(name), "must be greater than 0", value))
@@ -162,7 +155,8 @@ impl LlConfig {
         let most = MOST_WARP_GROUPS - u32::from(self.local_experts() == 1);
         if groups > most || self.num_experts.div_ceil(groups) < 2 {
             let needed = self.num_experts.div_ceil(most).max(2);
-            let required = format!("must give a rank at least {needed} multiprocessors for {} experts", self.num_experts);
+            let required =
+                format!("must give a rank at least {needed} multiprocessors for {} experts", self.num_experts);
             return Err(Error::argument(field("max_num_sms"), required, sms)
                 .with_remedy("raise it, or let fewer ranks share a device"));
         }

@@ -89,15 +89,7 @@ impl NVTEEpExtLLConfig {
             max_num_sms,
             max_token_dtype,
         } = unsafe { read_versioned("config", pointer) }?;
-        Ok(LlRequest {
-            ep_size,
-            num_experts,
-            max_tokens_per_rank,
-            hidden_dim,
-            num_topk,
-            max_num_sms,
-            max_token_dtype,
-        })
+        Ok(LlRequest { ep_size, num_experts, max_tokens_per_rank, hidden_dim, num_topk, max_num_sms, max_token_dtype })
     }
 }
 

@@ -1,8 +1,8 @@
 //! From an NVTETensor to a [`TensorView`].
 
 use super::types::{
-    NVTE_BLOCK_SCALING_1D, NVTE_DELAYED_TENSOR_SCALING, NVTE_MXFP8_1D_SCALING, NVTEBasicTensor, NVTEDType, NVTEScalingMode, NVTEShape,
-    NVTETensor,
+    NVTE_BLOCK_SCALING_1D, NVTE_DELAYED_TENSOR_SCALING, NVTE_MXFP8_1D_SCALING, NVTEBasicTensor, NVTEDType,
+    NVTEScalingMode, NVTEShape, NVTETensor,
 };
 use crate::dtype::DType;
 use crate::error::{Error, Result};

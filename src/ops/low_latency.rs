@@ -150,7 +150,8 @@ impl LlCombine {
         let LlDispatched { num_tokens, top_k, index_dtype } = *dispatched;
         let found = self.topk_idx.matrix("[T, top_k]")?;
         if found != (num_tokens, top_k as usize) || self.topk_idx.dtype != index_dtype {
-            let required = format!("must be what nvte_ep_ext_ll_dispatch was given, [{num_tokens}, {top_k}] of {index_dtype}");
+            let required =
+                format!("must be what nvte_ep_ext_ll_dispatch was given, [{num_tokens}, {top_k}] of {index_dtype}");
             let found = format!("{:?} of {}", self.topk_idx.shape, self.topk_idx.dtype);
             return Err(Error::argument(self.topk_idx.name, required, found));
         }
@@ -248,7 +249,8 @@ fn require_scales(tensor: &TensorView, dtype: DType, expected: &[usize]) -> Resu
     let scales = scales_of(tensor).expect("a caller saw the scales");
     scales.require_dtype(&[dtype])?;
     if scales.shape.ndim() != expected.len() || sizes(&scales) != expected {
-        let required = format!("must have shape {expected:?}, a row of scales for each row, unpadded and not transposed");
+        let required =
+            format!("must have shape {expected:?}, a row of scales for each row, unpadded and not transposed");
         return Err(Error::argument(scales.name, required, format!("{:?}", scales.shape)));
     }
     scales.require_row_storage()
@@ -377,13 +379,7 @@ mod tests {
             (
                 LlDispatch {
                     tokens: view("tokens", DType::BFloat16, &[5, 256]),
-                    recv_tokens: scaled(
-                        "recv_tokens",
-                        DType::Float8E4M3,
-                        &[4, 256, 256],
-                        DType::Float32,
-                        &[4, 256, 2],
-                    ),
+                    recv_tokens: scaled("recv_tokens", DType::Float8E4M3, &[4, 256, 256], DType::Float32, &[4, 256, 2]),
                     ..dispatch()
                 },
                 "tokens must have a row width that is a multiple of 512 elements with scales, got [5, 256]; dispatch this \
@@ -391,13 +387,7 @@ mod tests {
             ),
             (
                 LlDispatch {
-                    recv_tokens: scaled(
-                        "recv_tokens",
-                        DType::Float8E4M3,
-                        &[4, 256, 512],
-                        DType::Float32,
-                        &[4, 4, 256],
-                    ),
+                    recv_tokens: scaled("recv_tokens", DType::Float8E4M3, &[4, 256, 512], DType::Float32, &[4, 4, 256]),
                     ..dispatch()
                 },
                 "recv_tokens.rowwise_scale_inv must have shape [4, 256, 4], a row of scales for each row, unpadded and not \

@@ -38,6 +38,20 @@ TEST(LowLatency, OtherTypesAndIndices) {
   LlStep<Float16>(group, RandomRouting(UnevenRows(5), 4, kExperts, 9111), 9111, 256).Run(handle);
 }
 
+// Only what the indices say counts in combine, not where they are.
+TEST(LowLatency, CombineTakesACopyOfTheIndices) {
+  const LlGroup group(LlGroup::Config(kExperts, 4));
+  const LlHandle handle;
+  LlStep<BFloat16> step(group, RandomRouting(UnevenRows(9), 4, kExperts, 9115), 9115);
+  step.Dispatch(handle);
+  step.RunExperts();
+  const DeviceBuffer<std::int64_t> copy(step.topk_idx.Download());
+  const Tensor topk_idx = copy.View({step.rows, step.top_k});
+  nvte_ep_ext_ll_combine(handle.get(), topk_idx.get(), step.topk_weights_t.get(), step.expert_out_t.get(),
+                         step.result_t.get(), 0, World::Get().stream());
+  step.CheckResult();
+}
+
 TEST(LowLatency, ManyExperts) {
   const LlGroup group(LlGroup::Config(256, 8, 256, kNVTEBFloat16, 4));
   const LlHandle handle;

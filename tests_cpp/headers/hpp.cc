@@ -34,6 +34,17 @@ int Use(void* comm, float* floats, std::int64_t* indices, const std::uint8_t* by
   handle.combine({rows, idx}, stream);
   handle.combine_bwd({rows, rows}, stream);
   handle.dispatch_bwd({rows, rows, rows, rows}, stream);
+  nvte_ep::LowLatencyConfig few;
+  few.num_topk = 2;
+  nvte_ep::LowLatencyGroup moved(comm, few, options), low_latency(std::move(moved));
+  const nvte_ep::LowLatencyHandle decode(low_latency, floats);
+  decode.dispatch({idx, rows, nvte_ep::Tensor::quantized(bytes, floats, 2, 8, 512), idx}, stream);
+  decode.send_dispatch({idx, rows, rows, idx}, stream);
+  decode.complete(stream);
+  decode.combine({idx, rows, rows, rows}, stream);
+  decode.send_combine({idx, rows, rows, rows}, stream);
+  low_latency.shutdown();
   group.shutdown();
-  return static_cast<int>(handle.recv_totals(stream).needed) + static_cast<int>(rows.bytes());
+  return static_cast<int>(handle.recv_totals(stream).needed) + static_cast<int>(rows.bytes()) +
+         static_cast<int>(low_latency.memory_usage().total);
 }

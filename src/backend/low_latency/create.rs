@@ -23,7 +23,7 @@ use std::num::NonZero;
 const HANDLES: usize = 8192;
 
 /// The numbers that must be equal on all ranks, by name.
-fn agreed(config: &LlConfig, nccl: i32) -> Vec<(String, u64)> {
+fn agreed(config: &LlConfig, options: &Options, nccl: i32) -> Vec<(String, u64)> {
     let LlConfig { ep_size: _, num_experts, max_tokens_per_rank, hidden_dim, num_topk, max_num_sms, max_token_dtype } =
         *config;
     let fields = [
@@ -35,8 +35,8 @@ fn agreed(config: &LlConfig, nccl: i32) -> Vec<(String, u64)> {
         ("max_token_dtype", max_token_dtype as u64),
     ];
     let fields = fields.into_iter().map(|(name, value)| (format!("config->{name}"), value));
-    let versions = joint::versions(nccl);
-    fields.chain(versions).chain(preflight::agreed_variables()).collect()
+    let scale = ("option undocumented_scale".to_owned(), options.undocumented_scale.into());
+    fields.chain([scale]).chain(joint::versions(nccl)).chain(preflight::agreed_variables()).collect()
 }
 
 /// Creates the low-latency group of the calling thread's current device over `comm`. Collective.
@@ -74,7 +74,7 @@ pub unsafe fn ll_initialize(comm: Communicator, request: LlRequest, options: &Op
     let (facts, nccl) = (base.cuda.device_facts(device)?, base.nccl.version()?);
     let machine = Machine { base, env, device, facts, comm, comm_facts, nccl };
     // SAFETY: as above, and the communicator's device is current.
-    *group = Some(unsafe { Live::create(machine, &config) }?);
+    *group = Some(unsafe { Live::create(machine, &config, options) }?);
     mark.publish();
     let LlConfig { ep_size, num_experts, max_tokens_per_rank, hidden_dim, num_topk, .. } = config;
     tracing::info!(
@@ -94,7 +94,7 @@ pub unsafe fn ll_initialize(comm: Communicator, request: LlRequest, options: &Op
 impl Live {
     /// # Safety
     /// The machine's communicator is live, outlives the group, and its device is current.
-    unsafe fn create(machine: Machine, config: &LlConfig) -> Result<Self> {
+    unsafe fn create(machine: Machine, config: &LlConfig, options: &Options) -> Result<Self> {
         let (base, device) = (machine.base, machine.device);
         let ready = Candidate::find(&machine)
             .and_then(|candidate| Ok((candidate, watchdog::Means::new(base, device, machine.env.timeout)?)));
@@ -105,9 +105,9 @@ impl Live {
             kind: Kind::LlRankInfo,
             timeout: machine.env.timeout,
             waits: ["all ranks to call nvte_ep_ext_ll_initialize", "all ranks to go on with nvte_ep_ext_ll_initialize"],
-            agreed: agreed(config, machine.nccl),
+            agreed: agreed(config, options, machine.nccl),
         };
-        let fit = |places: &[RankLocation]| preflight::ll_fit(config, places);
+        let fit = |places: &[RankLocation]| preflight::ll_fit(config, options, places);
         // SAFETY: passed on.
         let joined = unsafe { joint::join(asked, ready, Candidate::location(&machine), fit) }?;
         let joint::Joined { ready: (candidate, means), fit: sms, places: _, progress, mut rendezvous } = joined;

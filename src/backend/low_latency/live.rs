@@ -148,7 +148,8 @@ impl Group {
             return Err(Error::argument(mem.name, required, format!("{:#x}", mem.data)));
         }
         if stream != staged.stream {
-            let required = format!("must be the stream of {name}, {:#x}: both halves are queued there", staged.stream.address());
+            let required =
+                format!("must be the stream of {name}, {:#x}: both halves are queued there", staged.stream.address());
             return Err(Error::argument("stream", required, format!("{:#x}", stream.address())));
         }
         if state != staged.state {

@@ -54,7 +54,8 @@ impl Live {
         // NCCL EP pointed to them until now.
         drop((staged, left));
         ended.push(rendezvous.close());
-        let failures: Vec<String> = ended.into_iter().filter_map(|result| result.err().map(|e| e.to_string())).collect();
+        let failures: Vec<String> =
+            ended.into_iter().filter_map(|result| result.err().map(|e| e.to_string())).collect();
         failures.iter().for_each(|error| tracing::info!(target: "nvte_ep", device, "{error}"));
         tracing::info!(target: "nvte_ep", device, "low-latency group destroyed");
         failures

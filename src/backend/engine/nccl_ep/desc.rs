@@ -98,7 +98,6 @@ impl Descriptor {
         self.raw.data = std::ptr::with_exposed_provenance_mut(data as usize);
         self
     }
-
 }
 
 impl LlDescriptor {

@@ -3,9 +3,9 @@
 //! A call in two halves, send and receive, makes NCCL EP keep pointers to the tensors' descriptors from the first to the second:
 //! these are [`Held`], in memory of their own, by whoever waits for the second half.
 
+use super::caller::Caller;
 use super::candidate::{explain_refusal, find_library};
 use super::desc::{EpStruct, LlDescriptor, bind_optional};
-use super::caller::Caller;
 use crate::backend::communicator::Communicator;
 use crate::config::LlConfig;
 use crate::dtype::DType;
@@ -264,8 +264,7 @@ impl Group {
     pub(in crate::backend) fn complete(&self, handle: &Handle, stream: Stream) -> Result<()> {
         let _caller = Caller::tell(self.set_caller, "nvte_ep_ext_ll_complete", || []);
         let config = b::ncclEpCompleteConfig_t::with_header();
-        let (complete, raw, config, stream) =
-            (self.ep.ncclEpComplete, handle.raw, &raw const config, stream.as_raw());
+        let (complete, raw, config, stream) = (self.ep.ncclEpComplete, handle.raw, &raw const config, stream.as_raw());
         // SAFETY: handle and configuration are live.
         checked(&self.base.nccl, "ncclEpComplete", || unsafe { complete(raw, config, stream) })
     }
