@@ -22,9 +22,11 @@ int prefill(const Problem& p, const Communicator& comm, const Stream& stream) {
 
   const Device<std::int64_t> experts(p.experts());
   const Device<float> rows(p.rows()), received(p.C * p.H), sums(p.T * p.H);
-  const nvte_ep::Tensor topk_idx(experts.data(), {p.T, p.K}), tokens(rows.data(), {p.T, p.H});
+  const Device<std::int32_t> slabs(p.L);
+  const nvte_ep::Tensor topk_idx(experts.data(), {p.T, p.K}), tokens(rows.data(), {p.T, p.H}),
+      counts(slabs.data(), {p.L});
   const nvte_ep::Tensor recv_tokens(received.data(), {p.C, p.H}), result(sums.data(), {p.T, p.H});
-  handle.prepare({topk_idx, {}}, stream);
+  handle.prepare({topk_idx, counts}, stream);
   nvte_ep::Dispatch dispatch;
   dispatch.topk_idx = topk_idx;
   dispatch.tokens = tokens;

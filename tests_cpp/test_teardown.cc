@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "ep/graph.h"
+#include "ep/low_latency.h"
 #include "support/ep.h"
 #include "support/host_stats.h"
 
@@ -706,6 +707,35 @@ int MissingRank() {
   LeaveWithoutShutdown();
 }
 
+// The last rank leaves a dispatch of a low-latency group out and shuts it down. The others' device waits for it; every
+// rank's shutdown ends with what the other ranks did.
+int LowLatencyMissingRank() {
+  if (!ReadHostStats()) {
+    std::printf("skipped: kernels spin until the process ends\n");
+    return Leave();
+  }
+  // Long enough that none of the texts below can come from a limit.
+  setenv("NVTE_EP_SHUTDOWN_TIMEOUT_MS", "600000", 1);
+  auto* const group = new LlGroup(LlGroup::Config(64, 4));
+  auto* const handle = new LlHandle;
+  auto* const step = new LlStep<BFloat16>(*group, RandomRouting(EvenRows(3), 4, 64, 1), 1);
+  step->Run(*handle);
+  World::Get().Wait();
+  const int last = World::Get().size() - 1;
+  const bool is_missing = World::Get().rank() == last;
+  if (!is_missing) step->Dispatch(*handle);
+  const std::string theirs =
+      is_missing ? "rank 0 "
+                 : "rank " + std::to_string(last) + " made another call as its number 3, nvte_ep_ext_ll_shutdown";
+  try {
+    nvte_ep_ext_ll_shutdown();
+    Fail("a shutdown went through");
+  } catch (const std::exception& error) {
+    if (std::strstr(error.what(), theirs.c_str()) == nullptr) Fail(error.what());
+  }
+  LeaveWithoutShutdown();
+}
+
 // A call of the last rank is refused, and the exception shuts the group down on its way, as that of nvte_ep::Group
 // does. Nobody has seen the exception yet, so the shutdown says early what was refused. The others are told it too, and
 // the last rank's shutdown ends as soon as one of them makes another call, with nothing left on its device.
@@ -979,6 +1009,7 @@ constexpr Order kOrders[] = {
     {"late_initialize", LateInitialize},
     {"late_symm_alloc", LateSymmAlloc},
     {"missing_rank", MissingRank},
+    {"low_latency_missing_rank", LowLatencyMissingRank},
     {"refused_on_one_rank", RefusedOnOneRank},
     {"missing_rank_far_ahead", MissingRankFarAhead},
     {"graphs_meet_calls", GraphsMeetCalls},
