@@ -559,7 +559,7 @@ _nvte__ep() {
             return 0
             ;;
         nvte__subcmd__ep__subcmd__warmup)
-            opts="-n -v -h --np --nproc-per-node --ranks --tokens --hidden --top-k --experts --max-sms --dtype --transfer --align --seed --runtime --json --timeout --verbose --help"
+            opts="-n -v -h --np --nproc-per-node --ranks --tokens --hidden --top-k --experts --max-sms --dtype --shapes --transfer --align --seed --runtime --json --timeout --verbose --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -603,6 +603,10 @@ _nvte__ep() {
                     ;;
                 --dtype)
                     COMPREPLY=($(compgen -W "bf16 f16 f32 mxfp8" -- "${cur}"))
+                    return 0
+                    ;;
+                --shapes)
+                    COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
                 --transfer)

@@ -100,6 +100,7 @@ complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l dtype -d 'Typ
 f16\t'IEEE 754 binary16'
 f32\t'IEEE 754 binary32'
 mxfp8\t'8-bit floats (E4M3) with a scale for each 32'"
+complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l shapes -d 'The shapes, in a TOML file: tables [[shape]] with tokens, hidden, top_k, experts, max_sms and dtype, each one value or a list. What a table leaves out is as its flag says' -r -F
 complete -c nvte-ep -n "__fish_nvte_ep_using_subcommand warmup" -l transfer -d 'Which groups' -r -f -a "both\t'One after the other'
 staged\t'Staged ones only'
 zero-copy\t'Zero-copy ones only'"

@@ -8,6 +8,7 @@ use crate::nodes::NodeArgs;
 use crate::plan::PlanArgs;
 use crate::plot::Format;
 use crate::routing::Problem;
+use crate::shapes::ShapeArgs;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -270,30 +271,6 @@ pub enum TransferArg {
     ZeroCopy,
 }
 
-/// Lists of shapes, of `bench` and `warmup`: each combination is a case.
-#[derive(Debug, Clone, Args)]
-pub struct ShapeArgs {
-    /// Most tokens of a rank.
-    #[arg(long, value_name = "T,..", value_delimiter = ',', default_value = "512")]
-    pub tokens: Vec<usize>,
-    /// Elements of a token.
-    #[arg(long, value_name = "H,..", value_delimiter = ',', default_value = "1024")]
-    pub hidden: Vec<usize>,
-    /// Experts of a token.
-    #[arg(long, value_name = "K,..", value_delimiter = ',', default_value = "4")]
-    pub top_k: Vec<usize>,
-    /// Experts over all ranks.
-    #[arg(long, value_name = "E,..", value_delimiter = ',', default_value = "16")]
-    pub experts: Vec<usize>,
-    /// Streaming multiprocessors that a rank's communication may use [default: the library's choice, shared out where
-    /// ranks share a GPU].
-    #[arg(long, value_name = "N,..", value_delimiter = ',')]
-    pub max_sms: Vec<usize>,
-    /// Type of the rows that are dispatched. Combined are bf16 for mxfp8, else the same.
-    #[arg(long, value_enum, value_name = "TYPE,..", value_delimiter = ',', default_value = "bf16")]
-    pub dtype: Vec<RowType>,
-}
-
 /// The arguments of `bench`. Those that take a list make a case of every combination.
 #[derive(Debug, Clone, Args)]
 pub struct BenchArgs {
@@ -304,6 +281,9 @@ pub struct BenchArgs {
     /// The shapes.
     #[command(flatten)]
     pub shapes: ShapeArgs,
+    /// Shapes in their place, of a file.
+    #[arg(skip)]
+    pub listed: Vec<ShapeArgs>,
     /// Who sends to whom.
     #[arg(long, value_enum, value_name = "KIND,..", value_delimiter = ',', default_value = "uniform")]
     pub routing: Vec<Kind>,
@@ -348,6 +328,10 @@ pub struct WarmupArgs {
     /// The shapes.
     #[command(flatten)]
     pub shapes: ShapeArgs,
+    /// The shapes, in a TOML file: tables [[shape]] with tokens, hidden, top_k, experts, max_sms and dtype, each one value or a
+    /// list. What a table leaves out is as its flag says.
+    #[arg(long = "shapes", value_name = "FILE")]
+    pub shapes_file: Option<PathBuf>,
     /// Which groups.
     #[arg(long, value_enum, default_value_t = TransferArg::Staged)]
     pub transfer: TransferArg,
@@ -358,11 +342,16 @@ pub struct WarmupArgs {
 
 impl WarmupArgs {
     /// The same as a bench that times nothing.
-    pub fn as_bench(&self) -> BenchArgs {
-        let Self { ranks, shapes, transfer, shared } = self.clone();
-        BenchArgs {
+    ///
+    /// # Errors
+    /// The file of shapes.
+    pub fn as_bench(&self) -> Result<BenchArgs, String> {
+        let Self { ranks, shapes, shapes_file, transfer, shared } = self.clone();
+        let listed = shapes_file.map(|file| shapes.read(&file)).transpose()?.unwrap_or_default();
+        Ok(BenchArgs {
             ranks: ranks.into_iter().collect(),
             shapes,
+            listed,
             routing: vec![Kind::Uniform],
             routing_file: None,
             iterations: 0,
@@ -374,7 +363,7 @@ impl WarmupArgs {
             csv: false,
             plot: None,
             shared,
-        }
+        })
     }
 }
 
@@ -407,12 +396,15 @@ impl Job {
     }
 
     /// SM caps that are asked for.
-    pub fn max_sms(&self) -> Vec<usize> {
-        match self {
+    ///
+    /// # Errors
+    /// The file of shapes.
+    pub fn max_sms(&self) -> Result<Vec<usize>, String> {
+        Ok(match self {
             Self::Run(args) => args.max_sms.into_iter().collect(),
             Self::Bench(args) => args.shapes.max_sms.clone(),
-            Self::Warmup(args) => args.shapes.max_sms.clone(),
-        }
+            Self::Warmup(args) => args.as_bench()?.lists().iter().flat_map(|lists| lists.max_sms.clone()).collect(),
+        })
     }
 
     /// The first layer that is run and how often a step is in all, if the arguments agree with each other; else what to
@@ -424,7 +416,7 @@ impl Job {
                 positive("--iterations", args.iterations, 1_000_000)?;
                 first_of(args.cases(ranks)?, args.iterations)
             }
-            Self::Warmup(args) => first_of(args.as_bench().cases(ranks)?, 1),
+            Self::Warmup(args) => first_of(args.as_bench()?.cases(ranks)?, 1),
         }
     }
 }
@@ -489,9 +481,20 @@ impl BenchArgs {
         if self.routing.contains(&Kind::File) != self.routing_file.is_some() {
             return Err("--routing file and --routing-file go together".into());
         }
-        // The last list varies fastest.
         let mut cases = Vec::new();
-        let ShapeArgs { tokens, hidden, top_k, experts, max_sms, dtype } = &self.shapes;
+        for lists in self.lists() {
+            self.combine(lists, ranks, &mut cases).map_err(|error| lists.placed(error))?;
+        }
+        Ok(cases)
+    }
+
+    fn lists(&self) -> &[ShapeArgs] {
+        if self.listed.is_empty() { std::slice::from_ref(&self.shapes) } else { &self.listed }
+    }
+
+    /// Every combination of some lists; the last one varies fastest.
+    fn combine(&self, lists: &ShapeArgs, ranks: usize, cases: &mut Vec<Case>) -> Result<(), String> {
+        let ShapeArgs { tokens, hidden, top_k, experts, max_sms, dtype, .. } = lists;
         let all_sms: Vec<Option<usize>> =
             if max_sms.is_empty() { vec![None] } else { max_sms.iter().copied().map(Some).collect() };
         for &hidden in hidden {
@@ -510,7 +513,7 @@ impl BenchArgs {
                 }
             }
         }
-        Ok(cases)
+        Ok(())
     }
 
     fn case(&self, shape: &Shape, dtype: RowType, routing: Kind) -> Result<Case, String> {

@@ -52,4 +52,5 @@ pub const WARMUP: &str = "\
 Examples:
   nvte-ep warmup -n 8 --tokens 4096 --hidden 7168 --top-k 8 --experts 256
   nvte-ep warmup -n 8 --tokens 4096 --hidden 4096,7168 --dtype bf16,mxfp8 --transfer both
+  nvte-ep warmup -n 8 --shapes shapes.toml         a file of the job's layers
   mpirun -n 16 nvte-ep warmup --tokens 4096        on the machines of the job";

@@ -432,9 +432,12 @@ fn plot_draws_what_the_commands_report() {
 
 #[test]
 fn warmup_runs_two_steps_of_each_shape() {
-    let arguments = ["--runtime=host", "--ranks=2", "--tokens=16", "--hidden=64,128", "--experts=8", "--transfer=both"];
+    let folder = tempfile::tempdir().unwrap();
+    let shapes = folder.path().join("shapes.toml");
+    std::fs::write(&shapes, "[[shape]]\nhidden = 64\n[[shape]]\nhidden = 128\n").unwrap();
+    let arguments = ["--runtime=host", "--ranks=2", "--tokens=16", "--experts=8", "--transfer=both"];
     let warmup = |more: &[&str]| subcommand("warmup", &arguments).args(more).output().unwrap();
-    let report = json(&warmup(&["--json"]));
+    let report = json(&warmup(&["--json", "--shapes", shapes.to_str().unwrap()]));
     let groups = report["groups"].as_array().unwrap();
     let of = |group: &serde_json::Value| (group["case"]["hidden"].as_u64().unwrap(), group["transfer"].clone());
     let (staged, zero_copy) = ("staged".into(), "zero-copy".into());
@@ -446,6 +449,11 @@ fn warmup_runs_two_steps_of_each_shape() {
     }
     let output = warmup(&["--hidden=20"]);
     assert_eq!(output.status.code(), Some(2));
+    std::fs::write(&shapes, "[[shape]]\ntokens = 16\nhidden = 20\n").unwrap();
+    let output = warmup(&["--shapes", shapes.to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(2));
+    let error = text(&output.stderr);
+    assert!(error.contains("shapes.toml, line 3: hidden must be a multiple of 8"), "{error}");
 }
 
 #[test]
