@@ -178,6 +178,31 @@ typedef struct NVTEEpExtStats {
    * The engine that moves the rows: 1 is NCCL EP, 2 the native engine.
    */
   uint64_t engine;
+  /**
+   * Handles that are open now.
+   */
+  uint64_t handles_bound;
+  /**
+   * Handles that were opened over a routing that was prepared before: their handle had been given up, or the memory is new to
+   * the group.
+   */
+  uint64_t handles_rebuilt;
+  /**
+   * Version of NCCL, as ncclGetVersion has it: major * 10000 + minor * 100 + patch.
+   */
+  uint64_t nccl_version;
+  /**
+   * The file that NCCL was loaded from; the text stays. NULL where the loader does not tell.
+   */
+  const char *nccl_path;
+  /**
+   * Version of NCCL EP, as ncclEpGetVersion has it; 0 with the native engine, which has no library.
+   */
+  uint64_t nccl_ep_version;
+  /**
+   * The file that NCCL EP was loaded from; the text stays. NULL with the native engine, or where the loader does not tell.
+   */
+  const char *nccl_ep_path;
 } NVTEEpExtStats;
 
 /**

@@ -164,7 +164,7 @@ pub use group::{Group, GroupBuilder};
 pub use layer::{HandleMemory, Layer, LayerConfig};
 pub use memory::{DeviceSlice, DeviceSliceMut, Lent, RawSlice, Rows, RowsMut};
 #[doc(inline)]
-pub use nvte_ep_core::backend::{CallStats, EngineKind as Backend, MemoryUsage, RecvTotals, Stats};
+pub use nvte_ep_core::backend::{CallStats, EngineKind as Backend, LibraryFacts, MemoryUsage, RecvTotals, Stats};
 pub use prepared::Prepared;
 pub use stream::Stream;
 pub use symmetric::{RegisteredSlice, SymmetricSlice};

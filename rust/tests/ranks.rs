@@ -267,6 +267,10 @@ fn staged_steps() {
     assert_eq!(stats.prepare, CallStats { count: 3, bytes: (3 * T * K * 8) as u64 });
     assert_eq!([stats.dispatch, stats.combine, stats.combine_bwd, stats.dispatch_bwd], [rows; 4]);
     assert_eq!((stats.handles_opened, stats.handles_closed, stats.errors, stats.invalid_indices), (1, 0, 0, 0));
+    assert_eq!((stats.handles_bound, stats.handles_rebuilt), (1, 0));
+    let nccl_ep = stats.nccl_ep.unwrap();
+    assert!(stats.nccl.version > 23_000 && nccl_ep.version > 0, "{stats:?}");
+    assert!([stats.nccl, nccl_ep].iter().all(|library| library.path.unwrap().ends_with("libnvte_ep_host.so")));
     let (one, mut counts) = (device.filled(&[E as i64, -1]), device.zeros::<i32>(LOCAL));
     drop(
         handle.prepare(Prepare { topk_idx: &*one, token_counts: &mut *counts, total: None }, Stream::DEFAULT).unwrap(),
@@ -277,7 +281,7 @@ fn staged_steps() {
     assert!(handle.prepare(wrong, Stream::DEFAULT).is_err());
     assert_eq!(group.stats().unwrap().errors, 1);
     drop(handle);
-    assert_eq!(group.stats().unwrap().handles_closed, 1);
+    assert_eq!((group.stats().unwrap().handles_closed, group.stats().unwrap().handles_bound), (1, 0));
     assert_eq!(group.memory_usage().unwrap().handles, 0, "a handle's registration ends with it");
     group.shutdown().unwrap();
 }

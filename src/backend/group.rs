@@ -7,7 +7,7 @@ use super::prepared::require_no_capture;
 use super::registry::EpGroup;
 use super::routing::header::{Header, TOTAL_OFFSET};
 use super::routing::notes::{Captured, Routing};
-use super::stats::Stats;
+use super::stats::{LibraryFacts, Stats};
 use super::watchdog::Watchdog;
 use crate::config::{GroupConfig, LayerConfig, RecvCapacity};
 use crate::dtype::DType;
@@ -18,6 +18,7 @@ use crate::progress::{Call, Step};
 use crate::symm_pool::{self, PoolStatistics};
 use crate::sys::cuda::{Stream, StreamState};
 use crate::tensor::{Shape, TensorView, Window};
+use std::path::PathBuf;
 
 impl EpGroup {
     /// A collective call: refused where the group is at its end.
@@ -242,11 +243,23 @@ impl EpGroup {
     /// What the group has done so far; host only.
     ///
     /// # Errors
-    /// There is no group.
+    /// There is no group; a library that does not tell its version.
     pub fn stats(&self) -> Result<Stats> {
         let group = &self.lock()?.group;
-        let engine = &group.engine;
-        Ok(Stats { invalid_indices: engine.invalid_indices(), backend: engine.kind(), ..group.stats })
+        let (engine, base) = (&group.engine, group.base);
+        let facts = |path: Option<&'static PathBuf>, version: i32| LibraryFacts {
+            path: path.map(PathBuf::as_path),
+            version: version.unsigned_abs(),
+        };
+        let nccl_ep = engine.library().map(|library| Ok(facts(library.path.as_ref(), library.functions.version()?)));
+        Ok(Stats {
+            invalid_indices: engine.invalid_indices(),
+            handles_bound: group.handles.layers().count() as u64,
+            backend: engine.kind(),
+            nccl: facts(base.nccl_path.as_ref(), base.nccl.version()?),
+            nccl_ep: nccl_ep.transpose()?,
+            ..group.stats
+        })
     }
 
     /// Device memory of the group; host only.
@@ -373,6 +386,7 @@ impl Group {
         tracing::debug!(target: "nvte_ep", memory = handle.mem.data, top_k = layer.config.top_k, "handle created");
         self.handles.put(handle.key, handle.mem.data, layer.config, tokens, opened);
         self.stats.handles_opened += 1;
+        self.stats.handles_rebuilt += u64::from(tokens.is_some());
         self.close_gone()
     }
 }

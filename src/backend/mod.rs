@@ -40,5 +40,5 @@ pub use live::{HandleRef, LayerClaim, MemoryUsage, RecvTotals};
 pub use low_latency::{LlGroup, LlMemoryUsage, current_ll_group, ll_initialize, ll_shutdown};
 pub use registry::{EpGroup, current_group, report_failure};
 pub use routing::notes::HandleKey;
-pub use stats::{CallStats, Stats};
+pub use stats::{CallStats, LibraryFacts, Stats};
 pub use teardown::shutdown;

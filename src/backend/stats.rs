@@ -3,6 +3,7 @@
 
 use super::engine::EngineKind;
 use crate::progress::Call;
+use std::path::Path;
 
 /// Calls of one kind that queued their work. A call that a graph captures counts once.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -11,6 +12,16 @@ pub struct CallStats {
     pub count: u64,
     /// Bytes of this rank's rows in them, one for each token, without scales; of prepare, of its indices.
     pub bytes: u64,
+}
+
+/// A loaded library.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LibraryFacts {
+    /// The file it was loaded from; none where the loader does not tell.
+    pub path: Option<&'static Path>,
+    /// What it says of itself: major * 10000 + minor * 100 + patch.
+    pub version: u32,
 }
 
 /// What one group has done on this rank so far.
@@ -32,6 +43,11 @@ pub struct Stats {
     /// Those of them that were given up: for room, for another layer in their memory, or with their registration. They are
     /// opened anew when a call needs them.
     pub handles_closed: u64,
+    /// Handles that are open now.
+    pub handles_bound: u64,
+    /// Handles that were opened over a routing that was prepared before: their handle had been given up, or the memory is new to
+    /// the group.
+    pub handles_rebuilt: u64,
     /// Rows that had no place, of the steps whose totals were asked for.
     pub dropped_rows: u64,
     /// Indices that were no expert, of the steps that have run so far.
@@ -40,6 +56,10 @@ pub struct Stats {
     pub errors: u64,
     /// What moves the rows.
     pub backend: EngineKind,
+    /// The NCCL whose communicator it is.
+    pub nccl: LibraryFacts,
+    /// The library behind the engine; none where the engine has none.
+    pub nccl_ep: Option<LibraryFacts>,
 }
 
 impl Stats {

@@ -7,6 +7,8 @@ use crate::options::Options;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char};
+use std::path::Path;
+use std::sync::OnceLock;
 
 /// Options of a group, made by nvte_ep_ext_options_create.
 #[repr(C)]
@@ -108,11 +110,24 @@ pub struct NVTEEpExtStats {
     pub errors: u64,
     /// The engine that moves the rows: 1 is NCCL EP, 2 the native engine.
     pub engine: u64,
+    /// Handles that are open now.
+    pub handles_bound: u64,
+    /// Handles that were opened over a routing that was prepared before: their handle had been given up, or the memory is new to
+    /// the group.
+    pub handles_rebuilt: u64,
+    /// Version of NCCL, as ncclGetVersion has it: major * 10000 + minor * 100 + patch.
+    pub nccl_version: u64,
+    /// The file that NCCL was loaded from; the text stays. NULL where the loader does not tell.
+    pub nccl_path: *const c_char,
+    /// Version of NCCL EP, as ncclEpGetVersion has it; 0 with the native engine, which has no library.
+    pub nccl_ep_version: u64,
+    /// The file that NCCL EP was loaded from; the text stays. NULL with the native engine, or where the loader does not tell.
+    pub nccl_ep_path: *const c_char,
 }
 
-// SAFETY: repr(C), integers, the size first.
+// SAFETY: repr(C), integers and pointers that may be null, the size first.
 unsafe impl Versioned for NVTEEpExtStats {
-    const BASE_SIZE: usize = size_of::<Self>();
+    const BASE_SIZE: usize = 136;
 }
 
 // SAFETY: repr(C), integers, the size first.
@@ -128,6 +143,7 @@ unsafe impl Versioned for NVTEEpExtMemoryUsage {
 const _: () = {
     assert!(size_of::<NVTEEpExtRecvTotals>() == 40);
     assert!(size_of::<NVTEEpExtMemoryUsage>() == 120);
+    assert!(size_of::<NVTEEpExtStats>() == 184);
 };
 
 impl Default for NVTEEpExtRecvTotals {
@@ -165,10 +181,21 @@ impl From<RecvTotals> for NVTEEpExtRecvTotals {
     }
 }
 
+/// Paths as C has them: libraries stay loaded, so there is one of each.
+static NCCL: OnceLock<CString> = OnceLock::new();
+static NCCL_EP: OnceLock<CString> = OnceLock::new();
+
+fn path_text(kept: &'static OnceLock<CString>, path: Option<&Path>) -> *const c_char {
+    let Some(path) = path else { return std::ptr::null() };
+    let text = || CString::new(path.as_os_str().as_encoded_bytes()).expect("a path has no zero byte");
+    kept.get_or_init(text).as_ptr()
+}
+
 impl From<Stats> for NVTEEpExtStats {
     fn from(stats: Stats) -> Self {
         let Stats { prepare, dispatch, combine, combine_bwd, dispatch_bwd, handles_opened, handles_closed, .. } = stats;
-        let Stats { dropped_rows, invalid_indices, errors, backend, .. } = stats;
+        let Stats { dropped_rows, invalid_indices, errors, backend, handles_bound, handles_rebuilt, .. } = stats;
+        let Stats { nccl, nccl_ep, .. } = stats;
         Self {
             struct_size: size_of::<Self>(),
             prepares: prepare.count,
@@ -187,6 +214,12 @@ impl From<Stats> for NVTEEpExtStats {
             not_experts: invalid_indices,
             errors,
             engine: backend as u64,
+            handles_bound,
+            handles_rebuilt,
+            nccl_version: nccl.version.into(),
+            nccl_path: path_text(&NCCL, nccl.path),
+            nccl_ep_version: nccl_ep.map_or(0, |library| library.version.into()),
+            nccl_ep_path: path_text(&NCCL_EP, nccl_ep.and_then(|library| library.path)),
         }
     }
 }

@@ -80,11 +80,12 @@ pub(super) fn base(env: &Env) -> Result<Base> {
     if env.runtime == RuntimeKind::Host {
         let host = host_library(env)?;
         one_host_runtime(&loaded_host_runtimes())?;
+        let table = nccl::Nccl::from_library(&host).map_err(|e| incomplete(HOST, &e))?;
         return Ok(Base {
             runtime: RuntimeKind::Host,
             cuda: cuda::Cuda::from_library(&host).map_err(|e| incomplete(HOST, &e))?,
-            nccl: nccl::Nccl::from_library(&host).map_err(|e| incomplete(HOST, &e))?,
-            nccl_path: None,
+            nccl_path: file_of(table.ncclGetVersion as *const c_void),
+            nccl: table,
             // SAFETY: the host runtime declares it so (nvte_ep_host.h). An older one may lack it.
             host_machine: unsafe { host.get(b"nvte_ep_host_machine\0") }.ok().map(|function| *function),
         });

@@ -1,8 +1,11 @@
 // Layers, their handles and the memory behind them, over several steps.
 
 #include <gtest/gtest.h>
+#include <nvte_ep_ext.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <filesystem>
 #include <iterator>
 #include <memory>
 #include <optional>
@@ -63,6 +66,24 @@ TEST(Handles, AlignmentsZeroAndOneAreTheSame) {
   step.CheckCounts();
   step.Dispatch();
   step.CheckReceived();
+}
+
+TEST(Handles, StatisticsNameTheLibraries) {
+  Group group{GroupShape()};
+  NVTEEpExtStats stats = {};
+  stats.struct_size = sizeof stats;
+  nvte_ep_ext_stats(&stats);
+  ASSERT_NE(stats.nccl_path, nullptr);
+  EXPECT_TRUE(std::filesystem::exists(stats.nccl_path)) << stats.nccl_path;
+  EXPECT_GE(stats.nccl_version, 23000u);
+  EXPECT_EQ(stats.nccl_ep_path == nullptr, OnNativeEngine());
+  EXPECT_EQ(stats.nccl_ep_version == 0, OnNativeEngine());
+  // A program that was compiled before there were handles_bound and what follows.
+  NVTEEpExtStats older = {};
+  older.struct_size = offsetof(NVTEEpExtStats, handles_bound);
+  nvte_ep_ext_stats(&older);
+  EXPECT_EQ(older.engine, stats.engine);
+  EXPECT_EQ(older.nccl_path, nullptr);
 }
 
 // One handle takes every token count in turn: it is made once and rebound at every prepare.
@@ -222,6 +243,13 @@ TEST(Handles, MovedMemoryIsFollowedWhereAllowed) {
   step.Backward();
   EXPECT_TRUE(second.GuardIntact());
   EXPECT_TRUE(third.GuardIntact());
+  // Of the three places one was opened over a routing.
+  NVTEEpExtStats stats = {};
+  stats.struct_size = sizeof stats;
+  nvte_ep_ext_stats(&stats);
+  EXPECT_EQ(stats.handles_opened, 3u);
+  EXPECT_EQ(stats.handles_opened - stats.handles_closed, stats.handles_bound);
+  EXPECT_EQ(stats.handles_rebuilt, 1u);
 
   // And back to the memory of the beginning.
   Step<BFloat16>(group, layer, RandomRouting(UnevenRows(5), 2, Experts(group), 2512), 2512).ForwardAndBackward();

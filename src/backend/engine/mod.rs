@@ -18,9 +18,9 @@ use crate::memory::GroupMemory;
 use crate::ops::{Combine, CombineBwd, Dispatch, DispatchBwd, Prepare};
 use crate::options::{EngineChoice, Options};
 use crate::preflight::RankLocation;
-use crate::sys::Base;
 use crate::sys::cuda::{DeviceFacts, Stream};
 use crate::sys::nccl::CommFacts;
+use crate::sys::{Base, NcclEpLibrary};
 use crate::tensor::TensorView;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -379,6 +379,14 @@ impl Engine {
             // SAFETY: the stream is bound, and so is what the call names.
             (Self::Native(group), Handle::Native(handle)) => unsafe { group.combine_bwd(handle, call, stream) },
             _ => Err(foreign_handle()),
+        }
+    }
+
+    /// The library behind it, if there is one.
+    pub(super) const fn library(&self) -> Option<&'static NcclEpLibrary> {
+        match self {
+            Self::NcclEp(group) => Some(group.library()),
+            Self::Native(_) => None,
         }
     }
 

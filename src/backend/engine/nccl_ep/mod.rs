@@ -31,6 +31,7 @@ pub(in crate::backend) struct Group {
     raw: b::ncclEpGroup_t,
     base: &'static Base,
     ep: &'static NcclEp,
+    library: &'static NcclEpLibrary,
     set_caller: Option<SetCaller>,
     config: GroupConfig,
     /// NVLink domains of its ranks.
@@ -108,7 +109,7 @@ impl Group {
         checked(&base.nccl, "ncclEpCreateGroup", || unsafe { create(out, comm, raw_config) })?;
         let index_copier = ManuallyDrop::new(index_copier);
         let (ep, set_caller) = (&library.functions, library.host_set_caller);
-        Ok(Self { raw, base, ep, set_caller, config: *config, domains: comm_facts.domains(), index_copier })
+        Ok(Self { raw, base, ep, library, set_caller, config: *config, domains: comm_facts.domains(), index_copier })
     }
 
     /// Bytes of the copied indices of as many tokens as a rank may have.
@@ -323,6 +324,11 @@ impl Group {
         let (destroy, raw) = (self.ep.ncclEpHandleDestroy, handle.raw);
         // SAFETY: the handle is live, of this group, and consumed here.
         checked(&self.base.nccl, "ncclEpHandleDestroy", || unsafe { destroy(raw) })
+    }
+
+    /// See [`super::Engine::library`].
+    pub(super) const fn library(&self) -> &'static NcclEpLibrary {
+        self.library
     }
 
     /// See [`super::Engine::invalid_indices`].
