@@ -1,7 +1,7 @@
 //! Communicators: how they are made and destroyed, and what they say of themselves.
 
 use std::collections::{HashMap, HashSet};
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 use std::sync::{Arc, LazyLock};
 
 use nvte_ep_bindings::*;
@@ -47,7 +47,7 @@ struct Creation {
 }
 
 /// A unique id, and a rank.
-type Use = (Vec<i8>, i32);
+type Use = (Vec<c_char>, i32);
 
 /// Unique ids that communicators were made with, and the ranks of this process among them.
 static USED: LazyLock<Mutex<HashSet<Use>>> = LazyLock::new(Mutex::default);

@@ -343,9 +343,14 @@ inline u32 bits_of_float(float value) {
   return bits;
 }
 inline float from_bf16(u32 bits) { return float_of_bits(bits << 16); }
+#ifdef __aarch64__
+using Half = __fp16;  // g++ has _Float16 here from 13 on
+#else
+using Half = _Float16;
+#endif
 inline float from_f16(u32 bits) {
   const u16 half = static_cast<u16>(bits);
-  _Float16 value;
+  Half value;
   std::memcpy(&value, &half, 2);
   return static_cast<float>(value);
 }
@@ -356,7 +361,7 @@ inline u32 to_bf16(float value) {
 }
 inline u32 to_bf16x2(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 inline u32 to_f16(float value) {
-  const _Float16 half = static_cast<_Float16>(value);
+  const Half half = static_cast<Half>(value);
   u16 bits;
   std::memcpy(&bits, &half, 2);
   return (bits & 0x7fff) > 0x7c00 ? 0x7fff : bits;
