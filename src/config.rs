@@ -3,7 +3,7 @@
 
 mod low_latency;
 
-pub(crate) use low_latency::{LL_DTYPES, LL_ROW_BYTES};
+pub(crate) use low_latency::{LL_DTYPES, LL_ELEMENTS};
 pub use low_latency::{LlConfig, LlRequest};
 
 use crate::dtype::DType;

@@ -109,22 +109,22 @@ fn dispatches() {
             ("inputs.tokens is missing", |d| d.inputs.tokens = ptr::null_mut()),
             ("inputs.tokens must be 2D", |d| d.inputs.tokens = d.tensor(ncclBfloat16, &[3, 16, 16], 0)),
             ("inputs.tokens has more than max_dispatch_tokens_per_rank = 3 rows", |d| {
-                d.inputs.tokens = d.tensor(ncclBfloat16, &[4, 256], 0);
+                d.inputs.tokens = d.tensor(ncclBfloat16, &[4, 512], 0);
             }),
             ("inputs.tokens must have the 3 rows of UpdateHandle's topk_idx", |d| {
-                d.inputs.tokens = d.tensor(ncclBfloat16, &[2, 256], 0);
+                d.inputs.tokens = d.tensor(ncclBfloat16, &[2, 512], 0);
             }),
             ("inputs.tokens must be bfloat16, float16 or float32", |d| {
-                d.inputs.tokens = d.tensor(ncclInt32, &[3, 256], 0);
+                d.inputs.tokens = d.tensor(ncclInt32, &[3, 512], 0);
             }),
-            ("outputs.tokens must be [8, 3, 256], got bfloat16 [8, 4, 256]", |d| {
-                d.outputs.tokens = d.tensor(ncclBfloat16, &[8, 4, 256], 0);
+            ("outputs.tokens must be [8, 3, 512], got bfloat16 [8, 4, 512]", |d| {
+                d.outputs.tokens = d.tensor(ncclBfloat16, &[8, 4, 512], 0);
             }),
-            ("outputs.tokens must be [8, 3, 256], got bfloat16 [24, 256]", |d| {
-                d.outputs.tokens = d.tensor(ncclBfloat16, &[24, 256], 0);
+            ("outputs.tokens must be [8, 3, 512], got bfloat16 [24, 512]", |d| {
+                d.outputs.tokens = d.tensor(ncclBfloat16, &[24, 512], 0);
             }),
             ("outputs.tokens must have the type and width of inputs.tokens", |d| {
-                d.outputs.tokens = d.tensor(ncclFloat16, &[8, 3, 256], 0);
+                d.outputs.tokens = d.tensor(ncclFloat16, &[8, 3, 512], 0);
             }),
             ("inputs.tokens must have a positive multiple of 256 columns in low-latency mode", |d| {
                 d.inputs.tokens = d.tensor(ncclBfloat16, &[3, 384], 0);
@@ -134,12 +134,12 @@ fn dispatches() {
                 d.inputs.tokens = d.tensor(ncclFloat32, &[3, 192], 0);
                 d.outputs.tokens = d.tensor(ncclFloat32, &[8, 3, 192], 0);
             }),
-            ("inputs.tokens has rows of 2048 bytes, max_token_bytes is 1024", |d| {
-                d.inputs.tokens = d.tensor(ncclBfloat16, &[3, 1024], 0);
-                d.outputs.tokens = d.tensor(ncclBfloat16, &[8, 3, 1024], 0);
+            ("inputs.tokens has rows of 4096 bytes, max_token_bytes is 2048", |d| {
+                d.inputs.tokens = d.tensor(ncclBfloat16, &[3, 2048], 0);
+                d.outputs.tokens = d.tensor(ncclBfloat16, &[8, 3, 2048], 0);
             }),
             ("outputs.tokens must start at a multiple of 16 bytes", |d| {
-                d.outputs.tokens = d.tensor(ncclBfloat16, &[8, 3, 256], 8);
+                d.outputs.tokens = d.tensor(ncclBfloat16, &[8, 3, 512], 8);
             }),
             ("inputs.topk_weights is given with the expert-major layout", |d| {
                 d.inputs.topk_weights = d.given.own_weights_desc.ptr();
@@ -189,8 +189,8 @@ fn dispatches_of_quantised_rows() {
                 forward(d, &[3, 8], &[8, 3, 8]);
                 d.config.round_scales = 1;
             }),
-            ("inputs.tokens has rows of 1040 bytes, scales included, max_token_bytes is 1024", |d| {
-                forward(d, &[3, 132], &[8, 3, 132]);
+            ("inputs.tokens has rows of 2064 bytes, scales included, max_token_bytes is 2048", |d| {
+                forward(d, &[3, 260], &[8, 3, 260]);
             }),
         ],
     );
@@ -257,19 +257,19 @@ fn combines() {
         ("outputs.topk_weights is missing", |_, o, _| o.topk_weights = ptr::null_mut()),
         ("outputs.topk_weights must be float32", |_, o, new| o.topk_weights = new(ncclBfloat16, &[3, 2])),
         ("outputs.topk_weights must be [3, 2]", |_, o, new| o.topk_weights = new(ncclFloat32, &[3, 3])),
-        ("inputs.tokens must be bfloat16, float16 or float32", |i, _, new| i.tokens = new(ncclInt8, &[8, 3, 256])),
-        ("inputs.tokens must be [8, 3, 256]", |i, _, new| i.tokens = new(ncclBfloat16, &[8, 2, 256])),
+        ("inputs.tokens must be bfloat16, float16 or float32", |i, _, new| i.tokens = new(ncclInt8, &[8, 3, 512])),
+        ("inputs.tokens must be [8, 3, 512]", |i, _, new| i.tokens = new(ncclBfloat16, &[8, 2, 512])),
         ("outputs.tokens must have the type of inputs.tokens and the 3 rows", |_, o, new| {
-            o.tokens = new(ncclFloat16, &[3, 256])
+            o.tokens = new(ncclFloat16, &[3, 512])
         }),
         ("outputs.tokens must have the type of inputs.tokens and the 3 rows", |_, o, new| {
-            o.tokens = new(ncclBfloat16, &[2, 256])
+            o.tokens = new(ncclBfloat16, &[2, 512])
         }),
-        ("inputs.tokens must have a positive multiple of 256 columns", |i, o, new| {
-            (i.tokens, o.tokens) = (new(ncclBfloat16, &[8, 3, 128]), new(ncclBfloat16, &[3, 128]));
+        ("inputs.tokens must have a positive multiple of 512 columns", |i, o, new| {
+            (i.tokens, o.tokens) = (new(ncclBfloat16, &[8, 3, 256]), new(ncclBfloat16, &[3, 256]));
         }),
-        ("inputs.tokens has rows of 2048 bytes, the group's max_token_bytes is 1024", |i, o, new| {
-            (i.tokens, o.tokens) = (new(ncclBfloat16, &[8, 3, 1024]), new(ncclBfloat16, &[3, 1024]));
+        ("inputs.tokens has rows of 4096 bytes, the group's max_token_bytes is 2048", |i, o, new| {
+            (i.tokens, o.tokens) = (new(ncclBfloat16, &[8, 3, 2048]), new(ncclBfloat16, &[3, 2048]));
         }),
     ];
     with_ll_group(&case, |rank, group| {
@@ -366,8 +366,8 @@ fn groups_and_handles() {
         refused(init(group, EXPERT_MAJOR, 1, None).0, ncclInvalidArgument, words);
         destroy(group);
 
-        // 3 tokens of 1024 bytes, top-2: slots of 8 x 3 and 2 x 3 rows of 1040 bytes, twice, and the signals.
-        let needed = 2 * (8 * 3 + 2 * 3) * 1040 + 2 * 128;
+        // 3 tokens of 2048 bytes, top-2: slots of 8 x 3 and 2 x 3 rows of 2080 bytes, twice, and the signals.
+        let needed = 2 * (8 * 3 + 2 * 3) * 2080 + 2 * 128;
         for (bytes, fits) in [(needed - 1, false), (needed, true)] {
             let group = rank.create_group(&ncclEpGroupConfig_t { rdma_buffer_size: bytes, ..good }).unwrap();
             let (code, handle) = init(group, EXPERT_MAJOR, 2, None);
@@ -509,7 +509,7 @@ fn staged_tensors_give_data() {
         let window = WindowMemory::new(rank, 1 << 16);
         let mut call = Dispatch::new(rank, &case);
         call.given.update(&handle, rank.stream);
-        let mut received = window.desc(0, ncclBfloat16, &[1, 3, 256], false);
+        let mut received = window.desc(0, ncclBfloat16, &[1, 3, 512], false);
         call.outputs.tokens = received.ptr();
         call.config.send_only = 1;
         let words = "outputs.tokens must give data, and not only a window, in a staged operation";
@@ -518,7 +518,7 @@ fn staged_tensors_give_data() {
         call.config.send_only = 0;
         nccl_ok(call.call(handle.handle, rank.stream));
         rank.sync();
-        assert_eq!(window.get(0, 512), case.token(1, 0, 0));
+        assert_eq!(window.get(0, 1024), case.token(1, 0, 0));
         window.free();
         handle.destroy();
     });

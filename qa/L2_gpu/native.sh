@@ -3,8 +3,8 @@
 # reference with ranks that are late, and compute-sanitizer. usage: native.sh BUNDLE [PART...]
 # BUNDLE is what bundle.sh gathered. Parts: suites runs robustness teardown kernels late sleeps sanitizer (all by default, about 25
 # minutes). RANKS limits suites and runs to these numbers of ranks (default "2 4 8"), ORDERS teardown to these orders (default all),
-# SECONDS_EACH every run (default 150). Of a suite its failures and last lines are printed as soon as it has ended; all of it is in the
-# folder XML_LOG_DIR (default target/qa).
+# SECONDS_EACH every run (default 150), GTEST_FILTER the suites to these tests. Of a suite its failures and last lines are printed as
+# soon as it has ended; all of it is in the folder XML_LOG_DIR (default target/qa).
 # Needs in the environment: Open MPI; libcudart and NCCL on LD_LIBRARY_PATH; several ranks on one GPU: a running MPS and
 # NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0. The last four parts compile a program with nvcc (NVCC, or on PATH) and run as one
 # process.
@@ -43,7 +43,9 @@ if part suites; then
   for ranks in 2 4; do
     with_ranks "$ranks" || continue
     for program in test_te test_ep; do
-      check "$program, $ranks ranks" suite "$program.$ranks" mpi "$ranks" "$bundle/$program" --gtest_color=no
+      # All but what asks for NCCL EP: low-latency groups, and a group with backend=nccl_ep.
+      check "$program, $ranks ranks" suite "$program.$ranks" mpi "$ranks" "$bundle/$program" --gtest_color=no \
+        --gtest_filter="${GTEST_FILTER:--LowLatency*:GroupOptions.StepsAreRightWithEach}"
     done
   done
   if with_ranks 8; then

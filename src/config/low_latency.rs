@@ -35,8 +35,10 @@ pub struct LlConfig {
     pub max_token_dtype: DType,
 }
 
-/// Bytes that a row of tokens is a multiple of: 256 elements of 16 bits, or 128 of 32.
-pub(crate) const LL_ROW_BYTES: usize = 512;
+/// Elements that a row is a multiple of: combine's kernel has a slot of a row and 4 bytes for each 128 elements, which is copied in
+/// units of 16 bytes, and sums 512 elements of 16 bits at once; rows with scales are copied in such units too. Dispatch alone would
+/// take half of it in 16 bits and a quarter in 32.
+pub(crate) const LL_ELEMENTS: usize = 512;
 /// The kernel that receives in combine has a warp for each so many bytes of a row, and one more, of 32.
 const MOST_ROW_BYTES: usize = 31 * 1024;
 /// A warp of a block takes a token's row and one each of its experts, of 32.
@@ -124,19 +126,13 @@ impl LlConfig {
             return Err(Error::argument(field("num_topk"), required, self.num_topk));
         }
         let bytes = self.max_token_bytes();
-        if !bytes.is_multiple_of(LL_ROW_BYTES) || bytes > MOST_ROW_BYTES {
+        if !(self.hidden_dim as usize).is_multiple_of(LL_ELEMENTS) || bytes > MOST_ROW_BYTES {
             let required = format!(
-                "must make a token row a multiple of {LL_ROW_BYTES} bytes, at most {MOST_ROW_BYTES}, in {}",
+                "must be a multiple of {LL_ELEMENTS} elements, at most {MOST_ROW_BYTES} bytes in {}",
                 self.max_token_dtype
             );
             let found = format!("{} elements = {bytes} bytes", self.hidden_dim);
             return Err(Error::argument(field("hidden_dim"), required, found));
-        }
-        // The send slots of combine, a row and 4 bytes for each 256 of it, lie in arrays of 16-byte units.
-        if !self.max_tokens_per_rank.is_multiple_of(2) && !bytes.is_multiple_of(2 * LL_ROW_BYTES) {
-            let required = format!("must be even where a row is an odd multiple of {LL_ROW_BYTES} bytes");
-            return Err(Error::argument(field("max_tokens_per_rank"), required, self.max_tokens_per_rank)
-                .with_remedy("add one; a step may have fewer tokens"));
         }
         if i32::try_from(self.slab_rows()).is_err() {
             let required = "must make ep_size * max_tokens_per_rank fit 31 bits";
@@ -197,8 +193,10 @@ pub(crate) mod tests {
         let config = LlConfig::try_from(LL_REQUEST).unwrap();
         assert_eq!((config.local_experts(), config.slab_rows(), config.max_token_bytes()), (4, 256, 1024));
         assert_eq!((config.max_token_dtype, config.max_num_sms), (DType::BFloat16, None));
-        let float = LlRequest { max_token_dtype: DType::Float32.nvte(), hidden_dim: 7936, ..LL_REQUEST };
-        assert_eq!(LlConfig::try_from(float).unwrap().max_token_bytes(), MOST_ROW_BYTES);
+        let float = LlRequest { max_token_dtype: DType::Float32.nvte(), hidden_dim: 7680, ..LL_REQUEST };
+        assert_eq!(LlConfig::try_from(float).unwrap().max_token_bytes(), 30 * 1024);
+        let widest = LlRequest { hidden_dim: 15_872, ..LL_REQUEST };
+        assert_eq!(LlConfig::try_from(widest).unwrap().max_token_bytes(), MOST_ROW_BYTES);
     }
 
     #[test]
@@ -233,19 +231,14 @@ pub(crate) mod tests {
                  (0 = BFloat16), got 7",
             ),
             (
-                LlRequest { hidden_dim: 384, ..LL_REQUEST },
-                "config->hidden_dim must make a token row a multiple of 512 bytes, at most 31744, in bfloat16, \
-                 got 384 elements = 768 bytes",
+                LlRequest { hidden_dim: 768, ..LL_REQUEST },
+                "config->hidden_dim must be a multiple of 512 elements, at most 31744 bytes in bfloat16, \
+                 got 768 elements = 1536 bytes",
             ),
             (
                 LlRequest { hidden_dim: 16_384, ..LL_REQUEST },
-                "config->hidden_dim must make a token row a multiple of 512 bytes, at most 31744, in bfloat16, \
+                "config->hidden_dim must be a multiple of 512 elements, at most 31744 bytes in bfloat16, \
                  got 16384 elements = 32768 bytes",
-            ),
-            (
-                LlRequest { hidden_dim: 1280, max_tokens_per_rank: 33, ..LL_REQUEST },
-                "config->max_tokens_per_rank must be even where a row is an odd multiple of 512 bytes, got 33; \
-                 add one; a step may have fewer tokens",
             ),
             (
                 LlRequest { max_tokens_per_rank: 1 << 30, ..LL_REQUEST },

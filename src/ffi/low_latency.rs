@@ -20,10 +20,9 @@ pub struct NVTEEpExtLLConfig {
     pub ep_size: c_int,
     /// Number of experts over all ranks, 2 to 65535; a multiple of ep_size.
     pub num_experts: c_int,
-    /// Most tokens a rank dispatches in one step. A step may have fewer, another number on each rank, and none. Even where a
-    /// row is an odd multiple of 512 bytes.
+    /// Most tokens a rank dispatches in one step. A step may have fewer, another number on each rank, and none.
     pub max_tokens_per_rank: c_int,
-    /// Elements of a token row, at most; in max_token_dtype a multiple of 512 bytes, at most 31744.
+    /// Elements of a token row, at most: a multiple of 512, and at most 31744 bytes in max_token_dtype.
     pub hidden_dim: c_int,
     /// Most experts per token, 1 to 31. The buffers are sized for it.
     pub num_topk: c_int,

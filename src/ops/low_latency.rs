@@ -3,7 +3,7 @@
 
 use super::args::{Arguments, MOST_TENSORS};
 use super::mxfp8::scales_of;
-use crate::config::{LL_DTYPES, LL_ROW_BYTES, LlConfig};
+use crate::config::{LL_DTYPES, LL_ELEMENTS, LlConfig};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::progress::{Call, Step};
@@ -13,8 +13,6 @@ use crate::tensor::TensorView;
 const BLOCK: usize = 128;
 /// Values that share a scale in MXFP8.
 const MXFP8_BLOCK: usize = 32;
-/// Rows with scales move by 16-byte copies, also their scales: of MXFP8 a byte for 32 values, else 4 for 128.
-const SCALED_ELEMENTS: usize = 512;
 
 /// Arguments of dispatch.
 #[derive(Debug, Clone, Copy)]
@@ -122,7 +120,7 @@ impl LlDispatch {
             let required = "must be bfloat16 where recv_tokens has scales, which asks for quantized rows";
             return Err(Error::argument(self.tokens.name, required, self.tokens.dtype));
         }
-        require_scaled_row(&self.tokens, width, width + 4 * (width / BLOCK), group)?;
+        require_row(&self.tokens, width, width + 4 * (width / BLOCK), group)?;
         require_scales(recv, DType::Float32, &[sizes(recv)[0], sizes(recv)[1], width / BLOCK])
     }
 
@@ -135,7 +133,7 @@ impl LlDispatch {
             return Err(Error::argument(recv.name, required, "unscaled"));
         }
         recv.require_dtype_of(tokens)?;
-        require_scaled_row(tokens, width, width + width / MXFP8_BLOCK, group)?;
+        require_row(tokens, width, width + width / MXFP8_BLOCK, group)?;
         require_scales(tokens, DType::Float8E8M0, &[sizes(tokens)[0], width / MXFP8_BLOCK])?;
         require_scales(recv, DType::Float8E8M0, &[sizes(recv)[0], sizes(recv)[1], width / MXFP8_BLOCK])
     }
@@ -211,27 +209,16 @@ fn require_slabs(tensor: &TensorView, width: usize, group: &LlConfig) -> Result<
 /// Rows without scales.
 fn require_plain_row(tensor: &TensorView, width: usize, group: &LlConfig) -> Result<()> {
     tensor.require_dtype(&LL_DTYPES)?;
-    let bytes = tensor.dtype.bytes(width);
-    if width == 0 || !bytes.is_multiple_of(LL_ROW_BYTES) {
-        let elements = LL_ROW_BYTES / tensor.dtype.bytes(1);
-        let required = format!("must have a row width that is a multiple of {elements} elements of {}", tensor.dtype);
+    require_row(tensor, width, tensor.dtype.bytes(width), group)
+}
+
+/// Rows of `bytes` bytes, scales included. None is longer than a slot of the buffers: NCCL EP does not look at combine's, and writes
+/// over the next one.
+fn require_row(tensor: &TensorView, width: usize, bytes: usize, group: &LlConfig) -> Result<()> {
+    if width == 0 || !width.is_multiple_of(LL_ELEMENTS) {
+        let required = format!("must have a row width that is a multiple of {LL_ELEMENTS} elements");
         return Err(Error::argument(tensor.name, required, format!("{:?}", tensor.shape)));
     }
-    require_budget(tensor, bytes, group)
-}
-
-/// Rows with scales, `bytes` bytes with them.
-fn require_scaled_row(tensor: &TensorView, width: usize, bytes: usize, group: &LlConfig) -> Result<()> {
-    if width == 0 || !width.is_multiple_of(SCALED_ELEMENTS) {
-        let required = format!("must have a row width that is a multiple of {SCALED_ELEMENTS} elements with scales");
-        return Err(Error::argument(tensor.name, required, format!("{:?}", tensor.shape))
-            .with_remedy("dispatch this width in bfloat16"));
-    }
-    require_budget(tensor, bytes, group)
-}
-
-/// No row is longer than a slot of the buffers; NCCL EP does not look at combine's, and writes over the next one.
-fn require_budget(tensor: &TensorView, bytes: usize, group: &LlConfig) -> Result<()> {
     let most = group.max_token_bytes();
     if bytes <= most {
         return Ok(());
@@ -349,20 +336,20 @@ mod tests {
             ),
             (
                 LlDispatch {
-                    tokens: view("tokens", DType::BFloat16, &[5, 384]),
-                    recv_tokens: view("recv_tokens", DType::BFloat16, &[4, 256, 384]),
+                    tokens: view("tokens", DType::BFloat16, &[5, 256]),
+                    recv_tokens: view("recv_tokens", DType::BFloat16, &[4, 256, 256]),
                     ..dispatch()
                 },
-                "tokens must have a row width that is a multiple of 256 elements of bfloat16, got [5, 384]",
+                "tokens must have a row width that is a multiple of 512 elements, got [5, 256]",
             ),
             (
                 LlDispatch {
-                    tokens: view("tokens", DType::Float32, &[5, 384]),
-                    recv_tokens: view("recv_tokens", DType::Float32, &[4, 256, 384]),
+                    tokens: view("tokens", DType::Float32, &[5, 512]),
+                    recv_tokens: view("recv_tokens", DType::Float32, &[4, 256, 512]),
                     ..dispatch()
                 },
                 "tokens must have rows of at most 1024 bytes, scales included (the group's hidden_dim 512 in bfloat16), got \
-                 1536 bytes; initialize the group with the largest hidden_dim and widest max_token_dtype in use",
+                 2048 bytes; initialize the group with the largest hidden_dim and widest max_token_dtype in use",
             ),
             (
                 LlDispatch { counts: view("counts", DType::Int64, &[4]), ..dispatch() },
@@ -382,8 +369,7 @@ mod tests {
                     recv_tokens: scaled("recv_tokens", DType::Float8E4M3, &[4, 256, 256], DType::Float32, &[4, 256, 2]),
                     ..dispatch()
                 },
-                "tokens must have a row width that is a multiple of 512 elements with scales, got [5, 256]; dispatch this \
-                 width in bfloat16",
+                "tokens must have a row width that is a multiple of 512 elements, got [5, 256]",
             ),
             (
                 LlDispatch {

@@ -56,8 +56,8 @@ struct Case {
 };
 
 constexpr Kernels kPlain = {false, Type::kBFloat16, 512, 2, true, Recipe::kNone};
-constexpr Kernels kWide = {false, Type::kFloat32, 256, 8, false, Recipe::kNone};
-constexpr Kernels kHalf = {false, Type::kFloat16, 256, 4, true, Recipe::kNone};
+constexpr Kernels kWide = {false, Type::kFloat32, 512, 8, false, Recipe::kNone};
+constexpr Kernels kHalf = {false, Type::kFloat16, 512, 4, true, Recipe::kNone};
 constexpr Kernels kBytes = {false, Type::kBFloat16, 512, 2, true, Recipe::kBytes};
 constexpr Kernels kQuantised = {false, Type::kBFloat16, 512, 2, true, Recipe::kQuantise};
 constexpr Kernels kRounded = {false, Type::kBFloat16, 512, 2, true, Recipe::kQuantiseRounded};

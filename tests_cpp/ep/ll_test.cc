@@ -19,23 +19,29 @@
 namespace test {
 namespace {
 
+// Of 32 multiprocessors, which four ranks of one GPU have each, 16 warps are left for an expert.
 constexpr int kExperts = 64;
+// All 32 warps.
+constexpr int kFewExperts = 32;
 
 TEST(LowLatency, StepsOfAnyTopK) {
-  const LlGroup group(LlGroup::Config(kExperts, 22));
-  const LlHandle handle;
-  for (const int top_k : {1, 8, 22}) {
-    SCOPED_TRACE("top_k " + std::to_string(top_k));
-    LlStep<BFloat16>(group, RandomRouting(UnevenRows(16), top_k, kExperts, 9100 + top_k, 10), 9100 + top_k).Run(handle);
+  for (const auto& [experts, most] : {std::pair(kExperts, 8), std::pair(kFewExperts, 22)}) {
+    const LlGroup group(LlGroup::Config(experts, most));
+    const LlHandle handle;
+    for (const int top_k : {1, most}) {
+      SCOPED_TRACE("top_k " + std::to_string(top_k));
+      LlStep<BFloat16>(group, RandomRouting(UnevenRows(16), top_k, experts, 9100 + top_k, 10), 9100 + top_k)
+          .Run(handle);
+    }
+    LlStep<BFloat16>(group, RandomRouting(EvenRows(0), most, experts, 9101), 9101).Run(handle);
   }
-  LlStep<BFloat16>(group, RandomRouting(EvenRows(0), 8, kExperts, 9101), 9101).Run(handle);
 }
 
 TEST(LowLatency, OtherTypesAndIndices) {
-  const LlGroup group(LlGroup::Config(kExperts, 4, 128, kNVTEFloat32));
+  const LlGroup group(LlGroup::Config(kExperts, 4, 512, kNVTEFloat32));
   const LlHandle handle;
-  LlStep<float, std::int32_t>(group, RandomRouting(UnevenRows(9), 4, kExperts, 9110), 9110, 128).Run(handle);
-  LlStep<Float16>(group, RandomRouting(UnevenRows(5), 4, kExperts, 9111), 9111, 256).Run(handle);
+  LlStep<float, std::int32_t>(group, RandomRouting(UnevenRows(9), 4, kExperts, 9110), 9110).Run(handle);
+  LlStep<Float16>(group, RandomRouting(UnevenRows(5), 4, kExperts, 9111), 9111).Run(handle);
 }
 
 // Only what the indices say counts in combine, not where they are.
@@ -53,9 +59,10 @@ TEST(LowLatency, CombineTakesACopyOfTheIndices) {
 }
 
 TEST(LowLatency, ManyExperts) {
-  const LlGroup group(LlGroup::Config(256, 8, 256, kNVTEBFloat16, 4));
+  // Of 32 multiprocessors, 4 warps are left for an expert.
+  const LlGroup group(LlGroup::Config(256, 3, 512, kNVTEBFloat16, 4));
   const LlHandle handle;
-  LlStep<BFloat16>(group, RandomRouting(EvenRows(4), 8, 256, 9120), 9120).Run(handle);
+  LlStep<BFloat16>(group, RandomRouting(EvenRows(4), 3, 256, 9120), 9120).Run(handle);
 }
 
 // Each token of each rank has a place in the slab.
@@ -273,9 +280,9 @@ TEST(LowLatency, MemoryUsage) {
   NVTEEpExtLLMemoryUsage usage = {};
   usage.struct_size = sizeof usage;
   nvte_ep_ext_ll_memory_usage(&usage);
-  // docs/memory.md: rows of 512 bytes, 32 more to dispatch and 8 more to combine.
+  // docs/memory.md: rows of 1024 bytes, 32 more to dispatch and 16 more to combine.
   const std::uint64_t ranks = Ranks(), tokens = 16,
-                      bytes = 2 * std::max((ranks + 1) * tokens * 544, (64 + 8) * tokens * 520) + 2 * 256;
+                      bytes = 2 * std::max((ranks + 1) * tokens * 1056, (64 + 8) * tokens * 1040) + 2 * 256;
   const std::uint64_t piece = 2 << 20;
   EXPECT_EQ(usage.buffers, (bytes + piece - 1) / piece * piece);
   EXPECT_EQ(usage.workspace, 32u << 20);
@@ -324,13 +331,13 @@ TEST_F(LowLatencyErrors, Tensors) {
                   s.tokens_t, s.recv_tokens_t, s.counts_t);
   DispatchRefuses({"topk_idx must have at most max_tokens_per_rank rows, 16, got 17"}, s.topk_idx.View({17, 4}),
                   s.tokens_t, s.recv_tokens_t, s.counts_t);
-  DispatchRefuses({"tokens must have a row for each of the 5 rows of topk_idx, got [4, 256]"}, s.topk_idx_t,
-                  s.tokens.View({4, 256}), s.recv_tokens_t, s.counts_t);
+  DispatchRefuses({"tokens must have a row for each of the 5 rows of topk_idx, got [4, 512]"}, s.topk_idx_t,
+                  s.tokens.View({4, 512}), s.recv_tokens_t, s.counts_t);
   DispatchRefuses({"recv_tokens must have shape [local experts, ep_size * max_tokens_per_rank, hidden_dim]"},
-                  s.topk_idx_t, s.tokens_t, s.recv_tokens.View({s.local * s.slab, 256}), s.counts_t);
+                  s.topk_idx_t, s.tokens_t, s.recv_tokens.View({s.local * s.slab, 512}), s.counts_t);
   DispatchRefuses({"counts must have dtype int32, got int64"}, s.topk_idx_t, s.tokens_t, s.recv_tokens_t,
                   s.counts.ViewAs(kNVTEInt64, {s.local}));
-  DispatchRefuses({"recv_tokens must not share memory with tokens"}, s.topk_idx_t, s.recv_tokens.View({5, 256}),
+  DispatchRefuses({"recv_tokens must not share memory with tokens"}, s.topk_idx_t, s.recv_tokens.View({5, 512}),
                   s.recv_tokens_t, s.counts_t);
   EXPECT_TRUE(Throws("nvte_ep_ext_ll_dispatch", {"send_only must be 0 (the whole operation) or 1", "got 2"},
                      [&] { s.Dispatch(*handle_, 2); }));
@@ -407,7 +414,8 @@ TEST(LowLatencyConfig, IsRefused) {
       nvte_ep_ext_ll_shutdown();
     }));
   };
-  refuses([](auto& config) { config.hidden_dim = 384; }, {"config->hidden_dim", "multiple of 512 bytes", "768 bytes"});
+  refuses([](auto& config) { config.hidden_dim = 384; },
+          {"config->hidden_dim", "multiple of 512 elements", "768 bytes"});
   refuses([](auto& config) { config.num_topk = 32; }, {"config->num_topk must be at most 31"});
   refuses([](auto& config) { config.num_experts = kExperts + 1, config.ep_size = 2; }, {"config->num_experts|ep_comm"});
   refuses([](auto& config) { config.struct_size = 8; }, {"config->struct_size must be 0 or at least 40, got 8"});

@@ -30,7 +30,7 @@ namespace test {
 // The low-latency group of this process.
 class LlGroup {
  public:
-  static NVTEEpExtLLConfig Config(int experts, int top_k, int hidden = 256, NVTEDType dtype = kNVTEBFloat16,
+  static NVTEEpExtLLConfig Config(int experts, int top_k, int hidden = 512, NVTEDType dtype = kNVTEBFloat16,
                                   int max_tokens = 16) {
     NVTEEpExtLLConfig config = {};
     config.struct_size = sizeof config;
@@ -74,7 +74,7 @@ inline float ExpertFactor(std::int64_t expert) { return 1.0f + 0.25f * static_ca
 template <typename T, typename Index = std::int64_t>
 class LlStep {
  public:
-  LlStep(const LlGroup& group, Routing of_all, std::uint64_t seed, std::size_t hidden = 256)
+  LlStep(const LlGroup& group, Routing of_all, std::uint64_t seed, std::size_t hidden = 512)
       : routing(std::move(of_all)),
         seed(seed),
         rank(World::Get().rank()),

@@ -315,12 +315,11 @@ pub extern "C-unwind" fn nvte_ep_ext_ll_handle_mem_size() -> usize {
 /// topk_idx: [T, K] int64 or int32: different experts in each row; a negative one sends nothing. The device reads it again in
 /// nvte_ep_ext_ll_combine. Numbers of num_experts or more, and doubles, are not looked for: with them NCCL EP writes out of
 /// bounds.
-/// tokens: [T, H] bfloat16, float16 or float32, rows of a multiple of 512 bytes; or MXFP8 (NVTE_MXFP8_1D_SCALING), H a multiple
-/// of 512, scales [T, H / 32] uint8 (kNVTEFloat8E8M0).
+/// tokens: [T, H] bfloat16, float16 or float32, H a multiple of 512; or MXFP8 (NVTE_MXFP8_1D_SCALING), scales [T, H / 32] uint8
+/// (kNVTEFloat8E8M0).
 /// recv_tokens: [L, S, H], of the same type; receives the rows of each local expert, from the first of its slab on and in no
 /// order. With MXFP8 tokens also scales, [L, S, H / 32]. Or, for bfloat16 tokens, kNVTEFloat8E4M3 with NVTE_BLOCK_SCALING_1D and
-/// scales [L, S, H / 128] float32: then rows are quantized before they are sent, with a scale for each 128 values; H is a
-/// multiple of 512.
+/// scales [L, S, H / 128] float32: then rows are quantized before they are sent, with a scale for each 128 values.
 /// counts: [L] int32; receives the number of rows of each local expert. Read no row behind them.
 /// send_only: 1 = only the first half, which sends: the step goes on with nvte_ep_ext_ll_complete on the same stream, before
 /// any other call of the group. All tensors and the handle memory belong to the call until then. 0 = all of it.

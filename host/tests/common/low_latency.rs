@@ -45,7 +45,7 @@ impl LlCase {
             top_k,
             datatype: ncclBfloat16,
             wide_indices: true,
-            hidden: 256,
+            hidden: 512,
             max_tokens: tokens.iter().copied().max().unwrap_or(0).max(2),
             layout: NCCL_EP_LAYOUT_EXPERT_MAJOR,
             recipe: NCCL_EP_DISP_QUANT_NONE,

@@ -10,7 +10,6 @@ use crate::channel::{Channel, PIECE_BYTES};
 use crate::check;
 use crate::dtype::{self, TokenType};
 use crate::ep::desc::{self, Tensor, invalid};
-use crate::ep::ll::dispatch::check_columns;
 use crate::ep::ll::handle::{Handle, Routing};
 use crate::ep::ll::limits;
 use crate::ep::ll::slots::Regions;
@@ -104,7 +103,10 @@ pub unsafe fn combine(
     let regions = Regions::of(&shape);
     let hidden = result.matrix()?.1;
     rows.expect_shape(&[regions.number, regions.rows, hidden])?;
-    check_columns(&rows, token_type, hidden)?;
+    if hidden == 0 || !hidden.is_multiple_of(limits::COLUMNS_OF_SLOT) {
+        let text = format!("must have a positive multiple of {} columns in low-latency mode", limits::COLUMNS_OF_SLOT);
+        return Err(rows.wrong(text));
+    }
     if result.datatype != rows.datatype || result.shape[0] != routing.tokens {
         let text =
             format!("must have the type of inputs.tokens and the {} rows of UpdateHandle's topk_idx", routing.tokens);

@@ -66,7 +66,7 @@ fn unexpected(pointer: *const ncclEpTensor_t, name: &str, why: &str) -> Outcome<
 }
 
 /// Columns that the kernels of unquantised rows take.
-pub fn check_columns(tensor: &Tensor, token_type: TokenType, columns: usize) -> Outcome<()> {
+fn check_columns(tensor: &Tensor, token_type: TokenType, columns: usize) -> Outcome<()> {
     let step = if token_type == TokenType::F32 { 128 } else { 256 };
     if columns == 0 || !columns.is_multiple_of(step) {
         return Err(tensor.wrong(format!("must have a positive multiple of {step} columns in low-latency mode")));

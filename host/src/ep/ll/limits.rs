@@ -18,6 +18,9 @@ const MAX_EXPERTS: usize = 1 << 16;
 /// Bytes of a row that a warp sums.
 const BYTES_OF_WARP: usize = 1024;
 
+/// Columns that combine's rows are a multiple of: a slot has 4 bytes for each 128 of them, and consists of units of 16 bytes.
+pub const COLUMNS_OF_SLOT: usize = 512;
+
 /// What the sizes depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
