@@ -811,7 +811,7 @@ provocations! {
     destroyed_object DestroyedObject 1 "ncclEpUpdateHandle: 0x";
     staged_operation StagedOperation 1
         "ncclEpDispatch: ncclEpDispatch with send_only is staged: call ncclEpComplete on its handle first: rule";
-    staged_tensors StagedTensors 1 "ncclEpComplete: the descriptor of outputs.tokens was bfloat16 [4, 4, 256] at 0x";
+    staged_tensors StagedTensors 1 "ncclEpComplete: the descriptor of outputs.tokens was bfloat16 [4, 4, 512] at 0x";
     staged_stream StagedStream 1
         "ncclEpComplete: stream is another one than that of ncclEpDispatch, and the receive half runs on that one: rule";
     dispatch_first DispatchFirst 1
