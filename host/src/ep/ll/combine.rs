@@ -80,10 +80,7 @@ pub unsafe fn combine(
     let outputs = unsafe { desc::read_struct(outputs, FUNCTION) }?;
     // SAFETY: passed on to the caller.
     let config = unsafe { desc::read_optional(config, FUNCTION) }?.unwrap_or_default();
-    if !desc::is_forward(config.pass_direction, FUNCTION)? {
-        let text = format!("{FUNCTION}: low-latency mode has no backward pass");
-        return Err(Fault::nccl(ncclInvalidUsage, text));
-    }
+    limits::check_forward(config.pass_direction, FUNCTION)?;
     desc::check_combine_recipe(config.quant_recipe, FUNCTION)?;
     for (pointer, name) in [(inputs.scales, "inputs.scales"), (inputs.topk_weights, "inputs.topk_weights")] {
         if !pointer.is_null() {
@@ -103,10 +100,7 @@ pub unsafe fn combine(
     let regions = Regions::of(&shape);
     let hidden = result.matrix()?.1;
     rows.expect_shape(&[regions.number, regions.rows, hidden])?;
-    if hidden == 0 || !hidden.is_multiple_of(limits::COLUMNS_OF_SLOT) {
-        let text = format!("must have a positive multiple of {} columns in low-latency mode", limits::COLUMNS_OF_SLOT);
-        return Err(rows.wrong(text));
-    }
+    limits::check_columns(&rows, hidden, limits::COLUMNS_OF_SLOT)?;
     if result.datatype != rows.datatype || result.shape[0] != routing.tokens {
         let text =
             format!("must have the type of inputs.tokens and the {} rows of UpdateHandle's topk_idx", routing.tokens);

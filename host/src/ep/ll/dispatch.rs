@@ -14,6 +14,7 @@ use crate::ep::desc::{self, Tensor, invalid};
 use crate::ep::dispatch::{check_pair, check_quantised};
 use crate::ep::ll::arrivals::Arrivals;
 use crate::ep::ll::handle::{Handle, Routing};
+use crate::ep::ll::limits;
 use crate::ep::ll::quantise::{self, quantise};
 use crate::ep::ll::slots::{Regions, place};
 use crate::ep::ll::staged::{Halves, Kept};
@@ -65,15 +66,6 @@ fn unexpected(pointer: *const ncclEpTensor_t, name: &str, why: &str) -> Outcome<
     if pointer.is_null() { Ok(()) } else { Err(invalid(format!("{FUNCTION}: {name} is given {why}"))) }
 }
 
-/// Columns that the kernels of unquantised rows take.
-fn check_columns(tensor: &Tensor, token_type: TokenType, columns: usize) -> Outcome<()> {
-    let step = if token_type == TokenType::F32 { 128 } else { 256 };
-    if columns == 0 || !columns.is_multiple_of(step) {
-        return Err(tensor.wrong(format!("must have a positive multiple of {step} columns in low-latency mode")));
-    }
-    Ok(())
-}
-
 /// Enqueues the operation, or its first half.
 ///
 /// # Safety
@@ -99,10 +91,7 @@ pub unsafe fn dispatch(
     let info = unsafe { desc::read_optional(layout_info, FUNCTION) }?.unwrap_or_default();
     // SAFETY: passed on to the caller.
     let config = unsafe { desc::read_optional(config, FUNCTION) }?.unwrap_or_default();
-    if !desc::is_forward(config.pass_direction, FUNCTION)? {
-        let text = format!("{FUNCTION}: low-latency mode has no backward pass");
-        return Err(Fault::nccl(ncclInvalidUsage, text));
-    }
+    limits::check_forward(config.pass_direction, FUNCTION)?;
     handle.mode.refuse_staged(FUNCTION)?;
     shape.check_launch(handle.mode.sms, FUNCTION)?;
     if group.zero_copy && !shape.rank_major {
@@ -146,7 +135,7 @@ pub unsafe fn dispatch(
             unexpected(outputs.scales, "outputs.scales", "without a quant_recipe")?;
             let token_type = TokenType::from_nccl(tokens.datatype)
                 .ok_or_else(|| tokens.wrong("must be bfloat16, float16 or float32"))?;
-            check_columns(&tokens, token_type, hidden)?;
+            limits::check_columns(&tokens, hidden, if token_type == TokenType::F32 { 128 } else { 256 })?;
             check_pair(&(tokens.clone(), by_row(&received)), "inputs.tokens")?;
             lanes.push(lane(Some(&tokens), &received)?);
         }

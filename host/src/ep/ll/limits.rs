@@ -1,9 +1,9 @@
 //! Sizes and limits of low-latency mode: the buffer that ranks send through, handle memory, and what its kernels can do.
 
-use nvte_ep_bindings::{ncclInvalidUsage, ncclUnhandledCudaError};
+use nvte_ep_bindings::{ncclEpPassDir_t, ncclInvalidUsage, ncclUnhandledCudaError};
 
 use crate::device::SM_COUNT;
-use crate::ep::desc::invalid;
+use crate::ep::desc::{self, Tensor, invalid};
 use crate::fault::{Fault, Outcome};
 use crate::rule::Rule;
 
@@ -98,6 +98,22 @@ impl Shape {
         }
         Ok(())
     }
+}
+
+/// Fails where rows do not have a multiple of `step` columns.
+pub fn check_columns(tensor: &Tensor, columns: usize, step: usize) -> Outcome<()> {
+    if columns == 0 || !columns.is_multiple_of(step) {
+        return Err(tensor.wrong(format!("must have a positive multiple of {step} columns in low-latency mode")));
+    }
+    Ok(())
+}
+
+/// Fails for a backward pass, which this mode does not have.
+pub fn check_forward(direction: ncclEpPassDir_t, function: &str) -> Outcome<()> {
+    if desc::is_forward(direction, function)? {
+        return Ok(());
+    }
+    Err(Fault::nccl(ncclInvalidUsage, format!("{function}: low-latency mode has no backward pass")))
 }
 
 /// Whether the warps of a block can sum rows of so many bytes.
