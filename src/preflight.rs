@@ -344,13 +344,19 @@ pub(crate) fn agreed_variables() -> Vec<(String, u64)> {
     variables::agreed(&process)
 }
 
+/// The ranks' NVLink domains are such that NCCL EP can work over them; what may be slow or lossy is logged.
+fn usable_domains(options: &Options, places: &[RankLocation]) -> Result<()> {
+    domains::check(places, options.undocumented_scale)?;
+    domains::warnings(places).iter().for_each(|text| tracing::warn!(target: "nvte_ep", "{text}"));
+    Ok(())
+}
+
 /// What the configuration needs of all ranks' places: room on the devices, links, multiprocessors.
 ///
 /// # Errors
 /// The same on every rank.
 pub(crate) fn fit(config: &GroupConfig, options: &Options, places: &[RankLocation]) -> Result<SmCounts> {
-    domains::check(places, options.undocumented_scale)?;
-    domains::warnings(places).iter().for_each(|text| tracing::warn!(target: "nvte_ep", "{text}"));
+    usable_domains(options, places)?;
     location::device_memory(config, places)?;
     sm_counts(config, options, places, &process)
 }
@@ -394,8 +400,7 @@ fn sm_counts(config: &GroupConfig, options: &Options, places: &[RankLocation], e
 /// # Errors
 /// The same on every rank.
 pub(crate) fn ll_fit(config: &LlConfig, options: &Options, places: &[RankLocation]) -> Result<u32> {
-    domains::check(places, options.undocumented_scale)?;
-    domains::warnings(places).iter().for_each(|text| tracing::warn!(target: "nvte_ep", "{text}"));
+    usable_domains(options, places)?;
     room_for(ll_group_bytes(config).iter().sum(), places)?;
     let given = match variables::count(variables::DISPATCH_COUNTS[1], &process)? {
         // NCCL EP takes it before the group's.

@@ -17,7 +17,6 @@ use crate::env::Env;
 use crate::error::{Error, Result};
 use crate::options::Options;
 use crate::preflight::{self, RankLocation};
-use crate::sys;
 use rustc_hash::FxHashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -69,21 +68,12 @@ pub unsafe fn initialize(comm: Communicator, request: GroupRequest, options: &Op
     crate::log::start();
     fork::require_parent()?;
     let mark = fork::Mark::new()?;
-    let mut env = Env::from_process()?;
+    let env = Env::from_process()?;
     let request = options.apply(request)?;
     let choice = Choice::of(options, &env, request)?;
-    if comm.0 == 0 {
-        let required = format!("must be an ncclComm_t over the group's {} ranks", choice.config.ep_size);
-        return Err(Error::argument("ep_comm", required, "NULL"));
-    }
-    env.timeout = options.timeout.unwrap_or(env.timeout);
-    env.shutdown_timeout = options.shutdown_timeout.unwrap_or(env.shutdown_timeout);
-    let base = sys::base(&env)?;
-    let device = base.cuda.current_device()?;
     // SAFETY: the caller vouches for `comm`.
-    let comm_facts = unsafe { base.nccl.comm_facts(comm.as_raw()) };
-    let comm_facts = comm_facts.map_err(|error| preflight::foreign_communicator(base, error))?;
-    preflight::communicator(&comm_facts, choice.config.ep_size, device)?;
+    let joint::Start { base, env, device, comm_facts } =
+        unsafe { joint::Start::new(comm, choice.config.ep_size, env, options) }?;
     // Held over the whole creation: a second initialize, or a shutdown, of this device waits for its outcome.
     let mut group = Slot::of(device).group.lock();
     if group.is_some() {

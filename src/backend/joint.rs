@@ -3,14 +3,49 @@
 
 use super::agreement::{self, Kind, RankInfo, Rendezvous};
 use super::communicator::Communicator;
+use crate::env::Env;
 use crate::error::{Error, Result};
-use crate::preflight::RankLocation;
+use crate::options::Options;
+use crate::preflight::{self, RankLocation};
 use crate::progress::Progress;
-use crate::sys::Base;
 use crate::sys::nccl::CommFacts;
+use crate::sys::{self, Base};
 use parking_lot::Mutex;
 use std::any::Any;
 use std::time::Duration;
+
+/// What every creation of a group begins with.
+pub(super) struct Start {
+    pub(super) base: &'static Base,
+    /// With the options' limits of time.
+    pub(super) env: Env,
+    /// The current device, which the communicator is of.
+    pub(super) device: i32,
+    pub(super) comm_facts: CommFacts,
+}
+
+impl Start {
+    /// # Errors
+    /// No communicator, one of another size, device or NCCL than there is, or no CUDA.
+    ///
+    /// # Safety
+    /// `comm` is null or live.
+    pub(super) unsafe fn new(comm: Communicator, ep_size: u32, mut env: Env, options: &Options) -> Result<Self> {
+        if comm.0 == 0 {
+            let required = format!("must be an ncclComm_t over the group's {ep_size} ranks");
+            return Err(Error::argument("ep_comm", required, "NULL"));
+        }
+        env.timeout = options.timeout.unwrap_or(env.timeout);
+        env.shutdown_timeout = options.shutdown_timeout.unwrap_or(env.shutdown_timeout);
+        let base = sys::base(&env)?;
+        let device = base.cuda.current_device()?;
+        // SAFETY: the caller vouches for `comm`.
+        let comm_facts = unsafe { base.nccl.comm_facts(comm.as_raw()) };
+        let comm_facts = comm_facts.map_err(|error| preflight::foreign_communicator(base, error))?;
+        preflight::communicator(&comm_facts, ep_size, device)?;
+        Ok(Self { base, env, device, comm_facts })
+    }
+}
 
 /// What a rank asks the others for.
 pub(super) struct Request {

@@ -71,7 +71,6 @@ impl Live {
         let (call, what) = (Call::Shutdown, "all ranks to call nvte_ep_shutdown");
         // SAFETY: the communicator outlives shutdown, by initialize's contract.
         let met = unsafe { meet(base, device, limit, &watchdog, &group.rendezvous, (call, what)) };
-        let mut failures: Vec<String> = Vec::new();
         if met.as_ref().is_err_and(is_cuda_gone) {
             // Called from a destructor that runs after CUDA's own: the process ends, and the driver has freed everything.
             tracing::info!(target: "nvte_ep", device, "CUDA is gone already; nothing to destroy");
@@ -98,15 +97,17 @@ impl Live {
         ended.push(engine.destroy());
         ended.extend(symm.destroy());
         ended.push(rendezvous.close());
-        for result in ended {
-            if let Err(error) = result {
-                tracing::info!(target: "nvte_ep", device, "{error}");
-                failures.push(error.to_string());
-            }
-        }
+        let failures = failures_of(ended, device);
         tracing::info!(target: "nvte_ep", device, "EP group destroyed");
         failures
     }
+}
+
+/// What failed of the steps of an end, which the log has too.
+pub(super) fn failures_of(ended: Vec<Result<()>>, device: i32) -> Vec<String> {
+    let failures: Vec<String> = ended.into_iter().filter_map(|result| Some(result.err()?.to_string())).collect();
+    failures.iter().for_each(|error| tracing::info!(target: "nvte_ep", device, "{error}"));
+    failures
 }
 
 /// Waits for this rank's queued work, and for the other ranks: peers may still read this rank's memory until they come here too.

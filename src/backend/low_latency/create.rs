@@ -14,7 +14,6 @@ use crate::env::Env;
 use crate::error::{Error, Result};
 use crate::options::Options;
 use crate::preflight::{self, RankLocation};
-use crate::sys;
 use lru::LruCache;
 use rustc_hash::FxBuildHasher;
 use std::num::NonZero;
@@ -50,21 +49,12 @@ pub unsafe fn ll_initialize(comm: Communicator, request: LlRequest, options: &Op
     crate::log::start();
     fork::require_parent()?;
     let mark = fork::Mark::new()?;
-    let mut env = Env::from_process()?;
+    let env = Env::from_process()?;
     options.check_low_latency()?;
     let config = LlConfig::try_from(request)?;
-    if comm.0 == 0 {
-        let required = format!("must be an ncclComm_t over the group's {} ranks", config.ep_size);
-        return Err(Error::argument("ep_comm", required, "NULL"));
-    }
-    env.timeout = options.timeout.unwrap_or(env.timeout);
-    env.shutdown_timeout = options.shutdown_timeout.unwrap_or(env.shutdown_timeout);
-    let base = sys::base(&env)?;
-    let device = base.cuda.current_device()?;
     // SAFETY: the caller vouches for `comm`.
-    let comm_facts = unsafe { base.nccl.comm_facts(comm.as_raw()) };
-    let comm_facts = comm_facts.map_err(|error| preflight::foreign_communicator(base, error))?;
-    preflight::communicator(&comm_facts, config.ep_size, device)?;
+    let joint::Start { base, env, device, comm_facts } =
+        unsafe { joint::Start::new(comm, config.ep_size, env, options) }?;
     let mut group = Slot::of(device).low_latency.lock();
     if group.is_some() {
         return Err(Error::State(format!(

@@ -2,7 +2,7 @@
 //! staged, the arguments fit, their memory is where it has to be, and only then work is queued.
 
 use super::current::LlGroup;
-use super::live::{Entry, Group, Live, LlMemoryUsage, Staged, is_dispatch};
+use super::live::{Entry, Group, Live, LlMemoryUsage, Staged};
 use crate::backend::engine::low_latency::{Group as Engine, Handle, Held};
 use crate::backend::watchdog::Watchdog;
 use crate::error::Result;
@@ -112,7 +112,8 @@ impl Group {
     ) -> Result<()> {
         let Self { engine, handles, .. } = self;
         let Entry { handle, dispatched: left, .. } = handles.get_mut(&mem.data).expect("opened before");
-        if is_dispatch(step.call) {
+        // There is nothing to combine before all of a dispatch was queued.
+        if dispatched.is_some() {
             *left = None;
         }
         let mut held = None;

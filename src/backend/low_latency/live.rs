@@ -8,7 +8,7 @@ use crate::backend::watchdog::Watchdog;
 use crate::env::Env;
 use crate::error::{Error, Result};
 use crate::ops::{Arguments, LlDispatched, Ranges, scales_of};
-use crate::progress::{Call, Step};
+use crate::progress::Step;
 use crate::sys::Base;
 use crate::sys::cuda::{Stream, StreamState};
 use crate::tensor::TensorView;
@@ -182,9 +182,4 @@ impl Group {
             _ => Ok(()),
         }
     }
-}
-
-/// Whether what is dispatched may be combined: not before all of it was queued.
-pub(super) const fn is_dispatch(call: Call) -> bool {
-    matches!(call, Call::LlDispatch)
 }

@@ -3,7 +3,7 @@
 use super::current::current_ll_group;
 use super::live::{Group, Live};
 use crate::backend::fork;
-use crate::backend::teardown::{is_cuda_gone, meet, outcome};
+use crate::backend::teardown::{failures_of, is_cuda_gone, meet, outcome};
 use crate::error::Result;
 use crate::progress::Call;
 
@@ -54,9 +54,7 @@ impl Live {
         // NCCL EP pointed to them until now.
         drop((staged, left));
         ended.push(rendezvous.close());
-        let failures: Vec<String> =
-            ended.into_iter().filter_map(|result| result.err().map(|e| e.to_string())).collect();
-        failures.iter().for_each(|error| tracing::info!(target: "nvte_ep", device, "{error}"));
+        let failures = failures_of(ended, device);
         tracing::info!(target: "nvte_ep", device, "low-latency group destroyed");
         failures
     }
