@@ -332,6 +332,9 @@ pub struct WarmupArgs {
     /// list. What a table leaves out is as its flag says.
     #[arg(long = "shapes", value_name = "FILE")]
     pub shapes_file: Option<PathBuf>,
+    /// What stands in it.
+    #[arg(skip)]
+    pub listed: Vec<ShapeArgs>,
     /// Which groups.
     #[arg(long, value_enum, default_value_t = TransferArg::Staged)]
     pub transfer: TransferArg,
@@ -342,13 +345,9 @@ pub struct WarmupArgs {
 
 impl WarmupArgs {
     /// The same as a bench that times nothing.
-    ///
-    /// # Errors
-    /// The file of shapes.
-    pub fn as_bench(&self) -> Result<BenchArgs, String> {
-        let Self { ranks, shapes, shapes_file, transfer, shared } = self.clone();
-        let listed = shapes_file.map(|file| shapes.read(&file)).transpose()?.unwrap_or_default();
-        Ok(BenchArgs {
+    pub fn as_bench(&self) -> BenchArgs {
+        let Self { ranks, shapes, shapes_file: _, listed, transfer, shared } = self.clone();
+        BenchArgs {
             ranks: ranks.into_iter().collect(),
             shapes,
             listed,
@@ -363,7 +362,7 @@ impl WarmupArgs {
             csv: false,
             plot: None,
             shared,
-        })
+        }
     }
 }
 
@@ -395,16 +394,24 @@ impl Job {
         }
     }
 
-    /// SM caps that are asked for.
+    /// Reads the file that the arguments name, once for all that ask for its shapes.
     ///
     /// # Errors
-    /// The file of shapes.
-    pub fn max_sms(&self) -> Result<Vec<usize>, String> {
-        Ok(match self {
+    /// What is wrong with it.
+    pub fn load(&mut self) -> Result<(), String> {
+        if let Self::Warmup(WarmupArgs { shapes, shapes_file: Some(file), listed, .. }) = self {
+            *listed = shapes.read(file)?;
+        }
+        Ok(())
+    }
+
+    /// SM caps that are asked for.
+    pub fn max_sms(&self) -> Vec<usize> {
+        match self {
             Self::Run(args) => args.max_sms.into_iter().collect(),
             Self::Bench(args) => args.shapes.max_sms.clone(),
-            Self::Warmup(args) => args.as_bench()?.lists().iter().flat_map(|lists| lists.max_sms.clone()).collect(),
-        })
+            Self::Warmup(args) => args.as_bench().lists().iter().flat_map(|lists| lists.max_sms.clone()).collect(),
+        }
     }
 
     /// The first layer that is run and how often a step is in all, if the arguments agree with each other; else what to
@@ -416,7 +423,7 @@ impl Job {
                 positive("--iterations", args.iterations, 1_000_000)?;
                 first_of(args.cases(ranks)?, args.iterations)
             }
-            Self::Warmup(args) => first_of(args.as_bench()?.cases(ranks)?, 1),
+            Self::Warmup(args) => first_of(args.as_bench().cases(ranks)?, 1),
         }
     }
 }

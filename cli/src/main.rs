@@ -117,7 +117,10 @@ fn main() -> ExitCode {
     let cli = Cli::try_parse_from(args::normalized(std::env::args_os())).unwrap_or_else(|error| end_by_clap(&error));
     let variable = std::env::var(runtime::RUNTIME_VARIABLE).ok();
     let command = match cli.command {
-        Command::Job(job) => job,
+        Command::Job(mut job) => {
+            job.load().unwrap_or_else(|error| refuse(job.name(), &error));
+            job
+        }
         Command::Launch(args) => {
             let runtime = runtime::asked_for(args.runtime, variable.as_deref(), RuntimeKind::Host);
             let runtime = runtime.unwrap_or_else(|error| refuse("launch", &error));
@@ -175,7 +178,7 @@ fn prepare(command: &Job, ranks: usize) -> (Problem, usize, Choice, Plan) {
     let variable = std::env::var(runtime::RUNTIME_VARIABLE).ok();
     let choice = runtime::choose(shared.runtime, variable.as_deref(), runtime::probe)
         .unwrap_or_else(|error| refuse(command.name(), &error));
-    let caps = command.max_sms().unwrap_or_else(|error| refuse(command.name(), &error));
+    let caps = command.max_sms();
     let plan = |cap: Option<usize>| {
         runtime::plan(&choice, ranks, cap, runtime::mps_runs()).unwrap_or_else(|error| refuse(command.name(), &error))
     };
@@ -281,7 +284,7 @@ fn run_text(args: &RunArgs, reported: Vec<Reported>) -> Outcome<(String, bool)> 
 fn warmup_text(args: &WarmupArgs, reported: &[Reported]) -> Outcome<(String, bool)> {
     let Some(Reported { choice, plan, ranks, .. }) = reported.first() else { return Ok(Default::default()) };
     let head = Head { runtime: choice.kind.name(), reason: &choice.reason, notes: &plan.notes, ranks };
-    warmup::text(&args.as_bench()?.cases(ranks.len())?, &head, args.shared.json)
+    warmup::text(&args.as_bench().cases(ranks.len())?, &head, args.shared.json)
 }
 
 /// What `bench` prints, and whether everything passed.
@@ -413,7 +416,7 @@ impl Rank<'_> {
         let mut report = RankReport { rank: self.rank, ..RankReport::default() };
         let outcome = match self.command {
             Job::Bench(args) => bench::run(&setup, args, rendezvous, progress, &mut report),
-            Job::Warmup(args) => bench::run(&setup, &args.as_bench()?, rendezvous, progress, &mut report),
+            Job::Warmup(args) => bench::run(&setup, &args.as_bench(), rendezvous, progress, &mut report),
             Job::Run(args) => match args.dtype {
                 Dtype::Bf16 => step::run::<bf16>(&setup, args.digest, rendezvous, progress, &mut report),
                 Dtype::F16 => step::run::<f16>(&setup, args.digest, rendezvous, progress, &mut report),

@@ -7,7 +7,8 @@
 //! one more rounding for w * y and m for the additions. The error is therefore at most
 //! (4u + (m + 4) u32) * S, S = the sum of |w * y|; [`SLACK`] covers the higher-order terms. A gradient of a token is
 //! rounded three times. What lies below the type's normal range adds one [`Element::TINY`] a rounding, and [`FLOOR`]
-//! covers f64 itself. Over several NVLink domains the sum of each is rounded once more. A gradient of a weight is one number, rounded once to f32 and moved.
+//! covers f64 itself. Over several NVLink domains the sum of each is rounded once more. A gradient of a weight is one number,
+//! rounded once to f32 and moved.
 
 use crate::compare::Comparison;
 use crate::element::{Element, F32_ROUNDOFF};
